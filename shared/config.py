@@ -1,0 +1,222 @@
+"""`config.json`: every setting, its default and its bounds. Loading is explicit; nothing is global.
+
+Priority: command line > `config.json` > the defaults here. Unknown keys stop the start with the
+nearest valid name; keys that the reference has retired are accepted with a notice, and so are
+reference keys whose feature this version does not have yet.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ConfigError
+
+RETIRED_KEYS = frozenset({"service.eta_streaming_s"})
+
+PENDING_KEYS: Mapping[str, str] = {
+    "model.pt_path": "extra weights are not loaded yet",
+    "audio.chat_vocoder": "chat with speech is not served yet",
+    "recording.enabled": "sessions are not recorded yet",
+    "recording.session_retention_days": "sessions are not recorded yet",
+    "recording.max_storage_gb": "sessions are not recorded yet",
+}
+"""Accepted keys without an effect so far, with what is missing; a value other than the default
+brings one start-up notice."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which model is served and where its weights are."""
+
+    backend: Literal["auto", "minicpmo45", "cascade"] = "auto"
+    model_path: str | None = None
+    """Hugging Face directory or id of MiniCPM-o 4.5; null = the embedded cascade."""
+    pt_path: str | None = None
+    random_weights: bool = False
+    """Build the model at full size without a checkpoint (benchmarks, precompile)."""
+    attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
+
+
+class AudioConfig(Section):
+    """Voices and playback."""
+
+    ref_audio_path: str | None = None
+    """Default voice of sessions that bring none; null = the one that is shipped."""
+    playback_delay_ms: int = Field(200, ge=0, le=2000)
+    chat_vocoder: Literal["token2wav", "cosyvoice2"] = "token2wav"
+
+
+class ServiceConfig(Section):
+    """Processes, ports, queue."""
+
+    bind: str = "127.0.0.1"
+    gateway_port: int = Field(8006, ge=0, le=65535)
+    worker_base_port: int = Field(22400, ge=1, le=65535)
+    """Worker i listens on this port + i, on loopback."""
+    max_queue_size: int = Field(1000, ge=0)
+    request_timeout: float = Field(300.0, gt=0)
+    compile: Literal["auto"] | bool = "auto"
+    """"auto" = compile with a GPU, stay eager on a CPU."""
+    data_dir: str = "data"
+    sessions_per_worker: Literal["auto"] | int = "auto"
+    cpu_workers: int = Field(1, ge=1, le=64)
+    """Workers that are started on a machine without GPU, or for the cascade."""
+    stuck_after_s: float = Field(30.0, gt=0)
+    """A compute thread without progress for this long makes its worker unhealthy."""
+    eta_chat_s: float = Field(15.0, gt=0)
+    eta_half_duplex_s: float = Field(180.0, gt=0)
+    eta_audio_duplex_s: float = Field(120.0, gt=0)
+    eta_omni_duplex_s: float = Field(90.0, gt=0)
+    eta_ema_alpha: float = Field(0.3, gt=0, le=1)
+    eta_ema_min_samples: int = Field(3, ge=1)
+
+
+class DuplexConfig(Section):
+    """Limits of full-duplex sessions."""
+
+    pause_timeout: float = Field(60.0, gt=0)
+    """Seconds a paused session keeps its slot."""
+    max_session_s: float = Field(0.0, ge=0)
+    """0 = no limit."""
+    idle_timeout_s: float = Field(120.0, gt=0)
+    """A session without valid input for this long is closed."""
+
+
+class RecordingConfig(Section):
+    """Recording of sessions."""
+
+    enabled: bool = True
+    session_retention_days: int = -1
+    max_storage_gb: float = -1
+
+
+class SecurityConfig(Section):
+    """Who may use the service."""
+
+    api_keys: tuple[str, ...] = ()
+    """Empty = no key is asked for (loopback only)."""
+    admin_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    """Browser origins besides the service's own, such as "https://example.org"; "*" = any."""
+    max_sessions_per_client: int = Field(0, ge=0)
+    """0 = no limit."""
+
+
+class Config(Section):
+    model: ModelConfig = ModelConfig()
+    audio: AudioConfig = AudioConfig()
+    service: ServiceConfig = ServiceConfig()
+    duplex: DuplexConfig = DuplexConfig()
+    recording: RecordingConfig = RecordingConfig()
+    security: SecurityConfig = SecurityConfig()
+
+    @property
+    def backend(self) -> Literal["minicpmo45", "cascade"]:
+        """The back end that `model.backend: "auto"` resolves to."""
+        if self.model.backend != "auto":
+            return self.model.backend
+        wants_big = self.model.model_path is not None or self.model.random_weights
+        return "minicpmo45" if wants_big else "cascade"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    config: Config
+    source: Path | None
+    notices: tuple[str, ...]
+    """Sentences for the start-up log: retired keys, keys without effect."""
+
+
+def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -> LoadedConfig:
+    """Load a configuration file and lay the command line's values over it.
+
+    Args:
+        path: a JSON file; None = defaults only.
+        overrides: dotted key -> value, such as `{"service.gateway_port": 9000}`; values of
+            None are skipped.
+
+    Raises:
+        ConfigError: the file is missing, no JSON object, or a key or value is invalid; the
+            text names the key, the value and what was expected.
+    """
+    raw = _read(path) if path else {}
+    notices = _drop_retired(raw)
+    for dotted, value in (overrides or {}).items():
+        if value is not None:
+            section, _, key = dotted.partition(".")
+            raw.setdefault(section, {})[key] = value
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        name = path.name if path else "configuration"
+        raise ConfigError(_explain(name, error)) from error
+    notices += [
+        f"{dotted} is accepted but has no effect: {missing}"
+        for dotted, missing in PENDING_KEYS.items()
+        if _value(config, dotted) != _value(Config(), dotted)
+    ]
+    return LoadedConfig(config, path, tuple(notices))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def _drop_retired(raw: dict[str, Any]) -> list[str]:
+    notices = []
+    for dotted in sorted(RETIRED_KEYS):
+        section, _, key = dotted.partition(".")
+        if isinstance(raw.get(section), dict) and key in raw[section]:
+            del raw[section][key]
+            notices.append(f"{dotted} is retired and has no effect; remove it")
+    return notices
+
+
+def _value(config: Config, dotted: str) -> Any:
+    section, _, key = dotted.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def _explain(name: str, error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        location = [str(part) for part in item["loc"]]
+        dotted = ".".join(location)
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{name}: unknown key {dotted}{_nearest(location)}")
+        else:
+            # The last parts of a union's location name its members, not keys of the file.
+            key = ".".join(location[:2])
+            lines.append(f"{name}: {key} is {item['input']!r}: {item['msg']}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _nearest(location: list[str]) -> str:
+    fields = Config.model_fields
+    if len(location) > 1:
+        section = fields[location[0]].annotation
+        assert section is not None
+        valid = [f"{location[0]}.{key}" for key in section.model_fields]
+    else:
+        valid = list(fields)
+    close = difflib.get_close_matches(".".join(location), valid, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{hint} (valid: {', '.join(valid)})"

@@ -1,0 +1,168 @@
+"""Every failure that a client, a file or the network can cause, with the words all processes share.
+
+A slug is the stable name of a kind of failure: clients see it beside the message, logs and
+metrics use it as a label. `ws_close` is the WebSocket close code of a failure that ends its
+session (None: the session goes on), `http_status` its status on the HTTP surface.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class OmniError(Exception):
+    """Base of all expected failures; its text may be shown to the client."""
+
+    slug: ClassVar[str] = "internal"
+    ws_close: ClassVar[int | None] = 1011
+    http_status: ClassVar[int] = 500
+
+
+class BadMessage(OmniError):
+    """A message that is framed rightly but says something impossible; the session goes on."""
+
+    slug = "bad_message"
+    ws_close = None
+    http_status = 422
+
+
+class NotJson(OmniError):
+    """A text frame that holds no JSON object: the framing itself is broken."""
+
+    slug = "not_json"
+    ws_close = 1007
+    http_status = 400
+
+
+class UnexpectedBinary(OmniError):
+    """A binary frame where the dialect knows text frames only."""
+
+    slug = "unexpected_binary"
+    ws_close = 1003
+    http_status = 415
+
+
+class BadAudio(BadMessage):
+    """Audio bytes that are no audio: odd length, not finite, absurd range, too long."""
+
+    slug = "bad_audio"
+
+
+class BadImage(BadMessage):
+    """An image that cannot be decoded or is larger than the limits."""
+
+    slug = "bad_image"
+
+
+class NotPrepared(BadMessage):
+    """Input before `prepare`."""
+
+    slug = "not_prepared"
+    http_status = 409
+
+
+class SessionPaused(BadMessage):
+    """Input while the session is paused."""
+
+    slug = "paused"
+    http_status = 409
+
+
+class Unauthorized(OmniError):
+    """No API key, or one that is not in `security.api_keys`."""
+
+    slug = "unauthorized"
+    ws_close = 1008
+    http_status = 401
+
+
+class ForbiddenOrigin(OmniError):
+    """A browser page of another origin tried to open a session or call a route."""
+
+    slug = "forbidden_origin"
+    ws_close = 1008
+    http_status = 403
+
+
+class QueueFull(OmniError):
+    """As many clients wait as `service.max_queue_size` allows."""
+
+    slug = "queue_full"
+    ws_close = 1013
+    http_status = 503
+
+
+class NoWorker(OmniError):
+    """No worker is ready, loading or restarting."""
+
+    slug = "no_worker"
+    ws_close = 1013
+    http_status = 503
+
+
+class TicketCancelled(OmniError):
+    """The place in the queue was taken back before a worker was free."""
+
+    slug = "ticket_cancelled"
+    ws_close = 1000
+    http_status = 503
+
+
+class NoFreeSlot(OmniError):
+    """The worker has no free slot: the gateway's view was older than the worker's."""
+
+    slug = "no_free_slot"
+    ws_close = 1013
+    http_status = 503
+
+
+class WorkerLost(OmniError):
+    """The worker's connection ended in the middle of a session."""
+
+    slug = "worker_lost"
+    ws_close = 1011
+    http_status = 502
+
+
+class SessionTimeout(OmniError):
+    """A session outlived one of its limits (pause, idle, total length)."""
+
+    slug = "session_timeout"
+    ws_close = 1000
+    http_status = 408
+
+
+class SlowReader(OmniError):
+    """The client reads its output too slowly for a live session."""
+
+    slug = "slow_reader"
+    ws_close = 1008
+    http_status = 408
+
+
+class ModelFault(OmniError):
+    """One unit failed inside the model; neighbours and later units are untouched."""
+
+    slug = "model_fault"
+    ws_close = None
+    http_status = 500
+
+
+class EngineFault(OmniError):
+    """The compute device is lost or stuck; the worker has to be restarted."""
+
+    slug = "engine_fault"
+    ws_close = 1011
+    http_status = 503
+
+
+class ConfigError(OmniError):
+    """`config.json` or the command line cannot be used as given."""
+
+    slug = "config_error"
+
+
+class ModelLoadError(OmniError):
+    """A checkpoint or an embedded weight file is missing, damaged or of the wrong kind."""
+
+    slug = "model_load_error"

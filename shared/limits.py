@@ -1,0 +1,48 @@
+"""The bounds on what a client may send, the same on both legs (client-gateway, gateway-worker)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MIB: Final = 1024 * 1024
+
+MAX_FRAME_BYTES: Final = 128 * MIB
+"""Largest WebSocket frame; the reference's own clients rely on it."""
+
+LARGE_FRAME_BYTES: Final = 4 * MIB
+"""A frame above this counts as large: parsed off the event loop, few at a time per process."""
+
+MAX_LARGE_FRAMES: Final = 4
+"""Large frames being parsed at the same time in one process."""
+
+INPUT_SAMPLE_RATE_HZ: Final = 16_000
+OUTPUT_SAMPLE_RATE_HZ: Final = 24_000
+
+MAX_CHUNK_S: Final = 30.0
+"""Longest audio chunk of one message."""
+
+MAX_REFERENCE_VOICE_S: Final = 60.0
+MAX_IMAGE_PIXELS: Final = 50_000_000
+MAX_IMAGES_PER_CHUNK: Final = 16
+
+MAX_SAMPLE_MAGNITUDE: Final = 64.0
+"""Float samples are nominally in [-1, 1]; beyond this it is another encoding, not loud audio."""
+
+MAX_PROMPT_CHARS: Final = 16_000
+MAX_SESSION_ID_CHARS: Final = 128
+
+IDLE_TIMEOUT_S: Final = 120.0
+"""A session without valid input for this long is closed."""
+
+DEAD_CLIENT_TIMEOUT_S: Final = 20.0
+"""A client without any frame or pong for this long is gone."""
+
+MAX_INBOX_UNITS: Final = 8
+"""Units of one session that wait for the model; older input is dropped with a notice."""
+
+MAX_OUTBOX_BYTES: Final = 8 * MIB
+"""Output that waits for one client to read; beyond it the session ends as a slow reader."""
+
+WS_PING_INTERVAL_S: Final = 20.0
+WS_PING_TIMEOUT_S: Final = 60.0
+"""Pongs are read by the event loop; 60 s lets a peer survive one long blocking step."""

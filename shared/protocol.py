@@ -1,0 +1,273 @@
+"""The internal session protocol between gateway and worker.
+
+One WebSocket per session, binary frames only, each one MessagePack map tagged by `type`.
+The gateway opens `/session` on the worker with the subprotocol `SUBPROTOCOL`, sends `Open`,
+then relays what its dialect translated. The worker answers in order; `Closed` is always its
+last message and is sent only after the slot has been cleaned.
+
+    gateway -> worker: Open, Prepare, Input, Pause, Resume, Interrupt, Stop
+    worker -> gateway: Opened, Prepared, Result, Paused, Resumed, Interrupted, Stopped,
+                       Notice, Failure, Closed
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from shared.errors import BadMessage
+
+SUBPROTOCOL = "omni-session.v1"
+SESSION_PATH = "/session"
+
+Mode = Literal["duplex"]
+RequestType = Literal["omni_duplex", "audio_duplex", "half_duplex_audio", "chat"]
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of every frame; the tag names the kind."""
+
+
+class DuplexSettings(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a client asked for; None means "not said", so the back end's default applies."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    text_repetition_penalty: float | None = None
+    text_repetition_window_size: int | None = None
+    length_penalty: float | None = None
+    listen_prob_scale: float | None = None
+    listen_top_k: int | None = None
+    decode_mode: str | None = None
+    generate_audio: bool | None = None
+    ls_mode: str | None = None
+    force_listen_count: int | None = None
+    max_new_speak_tokens_per_chunk: int | None = None
+    tts_temperature: float | None = None
+    max_slice_nums: int | None = None
+
+    def said(self) -> frozenset[str]:
+        """Names of the settings the client gave."""
+        return frozenset(n for n in self.__struct_fields__ if getattr(self, n) is not None)
+
+
+# ---- gateway -> worker
+
+
+class Open(Message, frozen=True, tag="open"):
+    session_id: str
+    mode: Mode
+    request_type: RequestType
+
+
+class Prepare(Message, frozen=True, tag="prepare"):
+    """System prompt and voice. Voices are float32 16 kHz bytes, empty = default voice."""
+
+    system_prompt: str
+    settings: DuplexSettings = field(default_factory=DuplexSettings)
+    reference_voice: bytes = b""
+    tts_reference_voice: bytes = b""
+    deferred_finalize: bool = True
+
+
+class Input(Message, frozen=True, tag="input"):
+    """One chunk: float32 16 kHz audio bytes and the JPEG/PNG files of its frames.
+
+    `seq` counts the chunks of a session from 0; each gets exactly one `Result` or `Failure`
+    with the same number.
+    """
+
+    seq: int
+    audio: bytes
+    frames: list[bytes] = field(default_factory=list)
+    force_listen: bool = False
+    max_slice_nums: int | None = None
+
+
+class Pause(Message, frozen=True, tag="pause"):
+    """Hold the session; `timeout_s` None = `duplex.pause_timeout`."""
+
+    timeout_s: float | None = None
+
+
+class Resume(Message, frozen=True, tag="resume"):
+    pass
+
+
+class Interrupt(Message, frozen=True, tag="interrupt"):
+    pass
+
+
+class Stop(Message, frozen=True, tag="stop"):
+    reason: str = "stopped"
+
+
+Command = Open | Prepare | Input | Pause | Resume | Interrupt | Stop
+
+# ---- worker -> gateway
+
+
+class Opened(Message, frozen=True, tag="opened"):
+    slot: int
+
+
+class Prepared(Message, frozen=True, tag="prepared"):
+    prompt_chars: int
+    prompt_tokens: int
+    ignored: list[str] = field(default_factory=list)
+    """Names of the settings this back end cannot honour."""
+    voice: str = ""
+    languages: list[str] = field(default_factory=list)
+
+
+class Timings(Struct, frozen=True, forbid_unknown_fields=True):
+    """Milliseconds of one unit's stages; their sum may exceed `total_ms` where stages overlap."""
+
+    listen_ms: float = 0.0
+    transcribe_ms: float = 0.0
+    vision_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    speech_tokens_ms: float = 0.0
+    vocode_ms: float = 0.0
+    total_ms: float = 0.0
+    """From the unit being complete at the worker to its result being ready."""
+
+
+class Result(Message, frozen=True, tag="result"):
+    """The answer to one chunk."""
+
+    seq: int
+    is_listen: bool
+    unit_index: int
+    """Units completed so far; unchanged when the chunk completed none."""
+    text: str = ""
+    audio: bytes = b""
+    """float32 24 kHz."""
+    end_of_turn: bool = False
+    interrupted: bool = False
+    dropped: bool = False
+    heard: str = ""
+    """Caption: what the user was heard to say since the last caption."""
+    timings: Timings = field(default_factory=Timings)
+    n_tokens: int = 0
+    n_speech_tokens: int = 0
+    kv_tokens: int = 0
+    vision_slices: int = 0
+    vision_tokens: int = 0
+
+
+class Paused(Message, frozen=True, tag="paused"):
+    timeout_s: float
+
+
+class Resumed(Message, frozen=True, tag="resumed"):
+    pass
+
+
+class Interrupted(Message, frozen=True, tag="interrupted"):
+    pass
+
+
+class Stopped(Message, frozen=True, tag="stopped"):
+    pass
+
+
+class Notice(Message, frozen=True, tag="notice"):
+    """Something the client should know that ends nothing (dropped input, with its count)."""
+
+    slug: str
+    message: str
+    count: int = 0
+
+
+class Failure(Message, frozen=True, tag="failure"):
+    """A typed error. `close_code` None: the session goes on. `seq`: the chunk it answers."""
+
+    slug: str
+    message: str
+    close_code: int | None = None
+    seq: int | None = None
+
+
+class Closed(Message, frozen=True, tag="closed"):
+    """Last message of a session; its slot is clean and free."""
+
+    reason: str
+
+
+Event = (
+    Opened
+    | Prepared
+    | Result
+    | Paused
+    | Resumed
+    | Interrupted
+    | Stopped
+    | Notice
+    | Failure
+    | Closed
+)
+
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_event_decoder = msgspec.msgpack.Decoder(Event)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Command | Event) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(frame: bytes) -> Command:
+    """Raises BadMessage when the frame is no command of this protocol version."""
+    try:
+        return _command_decoder.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise BadMessage(f"not a session command: {error}") from error
+
+
+def decode_event(frame: bytes) -> Event:
+    """Raises BadMessage when the frame is no event of this protocol version."""
+    try:
+        return _event_decoder.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise BadMessage(f"not a session event: {error}") from error
+
+
+# ---- worker /health, read by the gateway and by start scripts
+
+
+class StageReport(Struct, frozen=True):
+    """One of the stages that a worker goes through before it is ready."""
+
+    name: str
+    elapsed_s: float
+    done: bool
+    note: str = ""
+
+
+class WorkerHealth(Struct, frozen=True):
+    """Body of the worker's `GET /health`; the first eight fields are the reference's own."""
+
+    status: Literal["healthy", "initializing", "error"]
+    worker_status: str
+    """`loading`, `idle`, `duplex_active`, `busy_chat`, `busy_half_duplex`, `draining`, `error`."""
+    gpu_id: int | None
+    model_loaded: bool
+    current_session_id: str | None
+    total_requests: int
+    avg_inference_time_ms: float
+    kv_cache_length: int
+    slots_total: int
+    slots_free: int
+    backend: str
+    stage: str | None
+    stage_progress: float
+    stage_elapsed_s: float
+    eta_s: float | None
+    stages: list[StageReport]
+    reason: str = ""
+    pid: int = 0

@@ -1,0 +1,132 @@
+"""config.json: strict, explained, and laid over by the command line."""
+
+import json
+
+import pytest
+
+from shared.config import Config, load_config
+from shared.errors import ConfigError
+
+
+def write(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_the_shipped_config_is_valid_and_has_no_notices(pytestconfig):
+    loaded = load_config(pytestconfig.rootpath / "config.json")
+
+    assert loaded.notices == ()
+    assert loaded.config.backend == "cascade"
+
+
+def test_defaults_are_those_of_the_reference():
+    service = Config().service
+
+    assert (service.gateway_port, service.worker_base_port) == (8006, 22400)
+    assert (service.max_queue_size, service.request_timeout) == (1000, 300.0)
+    assert Config().duplex.pause_timeout == 60.0
+    assert Config().audio.playback_delay_ms == 200
+
+
+def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path):
+    path = write(tmp_path, {"service": {"gateway_prot": 1}})
+
+    with pytest.raises(
+        ConfigError, match=r"service\.gateway_prot; did you mean service\.gateway_port"
+    ):
+        load_config(path)
+
+
+def test_an_unknown_section_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown key servise; did you mean service"):
+        load_config(write(tmp_path, {"servise": {}}))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("service", "gateway_port", 70000),
+        ("service", "gateway_port", "many"),
+        ("audio", "playback_delay_ms", -1),
+        ("duplex", "pause_timeout", -5),
+        ("service", "compile", "sometimes"),
+        ("model", "backend", "gpt"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_key(tmp_path, section, key, value):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, {section: {key: value}}))
+
+    assert f"{section}.{key} is {value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"x"', "\x00"])
+def test_a_file_that_is_no_json_object_is_refused(tmp_path, content):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_config(write(tmp_path, content))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "nothing.json")
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    path = write(tmp_path, {"service": {"gateway_port": 1111}})
+
+    assert load_config(path, {"service.gateway_port": 2222}).config.service.gateway_port == 2222
+    assert load_config(path, {"service.gateway_port": None}).config.service.gateway_port == 1111
+
+
+def test_a_retired_key_of_the_reference_brings_a_notice(tmp_path):
+    loaded = load_config(write(tmp_path, {"service": {"eta_streaming_s": 30}}))
+
+    assert loaded.notices == ("service.eta_streaming_s is retired and has no effect; remove it",)
+
+
+def test_a_key_whose_feature_is_missing_brings_a_notice_when_it_is_set(tmp_path):
+    loaded = load_config(write(tmp_path, {"recording": {"session_retention_days": 7}}))
+
+    assert len(loaded.notices) == 1
+    assert "recording.session_retention_days" in loaded.notices[0]
+
+
+def test_every_key_of_the_reference_is_accepted(tmp_path):
+    """A user of the reference brings the file along."""
+    reference = {
+        "model": {"model_path": "x/y", "pt_path": None, "attn_implementation": "auto"},
+        "audio": {"ref_audio_path": "a.wav", "playback_delay_ms": 200, "chat_vocoder": "token2wav"},
+        "service": {
+            "gateway_port": 8006,
+            "worker_base_port": 22400,
+            "max_queue_size": 1000,
+            "request_timeout": 300.0,
+            "compile": False,
+            "data_dir": "data",
+            "eta_chat_s": 15,
+            "eta_half_duplex_s": 180,
+            "eta_audio_duplex_s": 120,
+            "eta_omni_duplex_s": 90,
+            "eta_ema_alpha": 0.3,
+            "eta_ema_min_samples": 3,
+        },
+        "duplex": {"pause_timeout": 60.0},
+        "recording": {"enabled": True, "session_retention_days": -1, "max_storage_gb": -1},
+    }
+
+    assert load_config(write(tmp_path, reference)).config.backend == "minicpmo45"
+
+
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [
+        ({}, "cascade"),
+        ({"model_path": "openbmb/MiniCPM-o-4_5"}, "minicpmo45"),
+        ({"random_weights": True}, "minicpmo45"),
+        ({"backend": "cascade", "model_path": "x"}, "cascade"),
+    ],
+)
+def test_auto_chooses_the_back_end(tmp_path, model, backend):
+    assert load_config(write(tmp_path, {"model": model})).config.backend == backend
