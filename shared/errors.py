@@ -84,10 +84,34 @@ class ForbiddenOrigin(OmniError):
     http_status = 403
 
 
+class BadSessionId(OmniError):
+    """A session id with characters or a length that no file name and no log should carry."""
+
+    slug = "bad_session_id"
+    ws_close = 1008
+    http_status = 422
+
+
+class TooManySessions(OmniError):
+    """One client holds as many sessions as `security.max_sessions_per_client` allows."""
+
+    slug = "too_many_sessions"
+    ws_close = 1013
+    http_status = 429
+
+
 class QueueFull(OmniError):
     """As many clients wait as `service.max_queue_size` allows."""
 
     slug = "queue_full"
+    ws_close = 1013
+    http_status = 503
+
+
+class Starting(OmniError):
+    """No worker is ready yet, but at least one is loading."""
+
+    slug = "starting"
     ws_close = 1013
     http_status = 503
 
@@ -130,6 +154,14 @@ class SessionTimeout(OmniError):
     slug = "session_timeout"
     ws_close = 1000
     http_status = 408
+
+
+class ServerShutdown(OmniError):
+    """The gateway is going down."""
+
+    slug = "server_shutdown"
+    ws_close = 1001
+    http_status = 503
 
 
 class SlowReader(OmniError):
