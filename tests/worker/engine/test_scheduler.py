@@ -1,0 +1,145 @@
+"""The scheduler's decisions, by example and by property."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.engine.contract import Op
+from worker.engine.scheduler import Scheduler
+
+LANES = {"decode": "language", "prefill": "language", "vocode": "speech"}
+MAX_BATCH = {"decode": 3, "vocode": 2}
+
+
+def make() -> Scheduler[str]:
+    return Scheduler(LANES, MAX_BATCH)
+
+
+def test_ops_of_one_kind_and_bucket_run_as_one_batch():
+    scheduler = make()
+    scheduler.submit("a", Op("decode", 1, bucket=64))
+    scheduler.submit("b", Op("decode", 2, bucket=128))
+    scheduler.submit("c", Op("decode", 3, bucket=64))
+
+    batch = scheduler.next_batch("language")
+
+    assert batch is not None
+    assert (batch.kind, batch.bucket, batch.tasks) == ("decode", 64, ("a", "c"))
+    assert [op.payload for op in batch.ops] == [1, 3]
+
+
+def test_the_group_with_the_earliest_deadline_runs_first():
+    scheduler = make()
+    scheduler.submit("late", Op("decode", None, deadline=9.0))
+    scheduler.submit("early", Op("prefill", None, deadline=1.0))
+    scheduler.submit("middle", Op("decode", None, deadline=5.0))
+
+    order = [scheduler.next_batch("language") for _ in range(3)]
+
+    assert [b.tasks if b else None for b in order] == [("early",), ("middle", "late"), None]
+
+
+def test_a_full_batch_takes_the_earliest_deadlines():
+    scheduler = make()
+    for name, deadline in (("d", 4.0), ("a", 1.0), ("c", 3.0), ("b", 2.0)):
+        scheduler.submit(name, Op("decode", None, deadline=deadline))
+
+    batch = scheduler.next_batch("language")
+
+    assert batch is not None
+    assert batch.tasks == ("a", "b", "c")
+
+
+def test_equal_deadlines_are_first_in_first_out():
+    scheduler = make()
+    for i in range(7):
+        scheduler.submit(f"t{i}", Op("decode", None))
+
+    taken: list[str] = []
+    while batch := scheduler.next_batch("language"):
+        taken += batch.tasks
+
+    assert taken == [f"t{i}" for i in range(7)]
+
+
+def test_a_lane_gets_its_own_kinds_only():
+    scheduler = make()
+    scheduler.submit("a", Op("vocode", None))
+
+    assert scheduler.next_batch("language") is None
+    assert scheduler.n_ready("speech") == 1
+
+
+def test_a_withdrawn_op_never_runs():
+    scheduler = make()
+    scheduler.submit("a", Op("decode", None))
+
+    assert scheduler.withdraw("a")
+    assert not scheduler.withdraw("a")
+    assert scheduler.next_batch("language") is None
+
+
+def test_a_task_has_at_most_one_waiting_op():
+    scheduler = make()
+    scheduler.submit("a", Op("decode", None))
+
+    with pytest.raises(ValueError, match="waiting already"):
+        scheduler.submit("a", Op("vocode", None))
+
+
+def test_a_kind_without_lane_is_refused_by_name():
+    with pytest.raises(ValueError, match="no lane runs 'dream'"):
+        make().submit("a", Op("dream", None))
+
+
+OPS = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(LANES)),
+        st.sampled_from([None, 16, 32]),
+        st.sampled_from([0.0, 1.0, 2.0, math.inf]),
+    ),
+    max_size=40,
+)
+
+
+@given(OPS, st.sets(st.integers(0, 39)))
+def test_every_op_that_is_not_withdrawn_runs_exactly_once_in_bounded_batches(ops, withdrawn):
+    scheduler: Scheduler[int] = Scheduler(LANES, MAX_BATCH)
+    for task, (kind, bucket, deadline) in enumerate(ops):
+        scheduler.submit(task, Op(kind, task, bucket, deadline))
+    for task in withdrawn:
+        assert scheduler.withdraw(task) == (task < len(ops))
+    waiting = {task: op for task, op in enumerate(ops) if task not in withdrawn}
+
+    for lane in ("language", "speech"):
+        while batch := scheduler.next_batch(lane):
+            assert len(batch.tasks) <= MAX_BATCH.get(batch.kind, 1)
+            assert {waiting[task][:2] for task in batch.tasks} == {(batch.kind, batch.bucket)}
+            in_lane = [op for op in waiting.values() if LANES[op[0]] == lane]
+            earliest = min(op[2] for op in in_lane)
+            assert waiting[batch.tasks[0]][2] == earliest
+            for task in batch.tasks:
+                del waiting[task]
+
+    assert not waiting
+
+
+@given(st.integers(0, 12), st.integers(1, 4))
+def test_nobody_starves_among_equal_deadlines(n_before, n_newcomers):
+    """Whatever keeps coming, an op waits for those that were there before it, and no others."""
+    scheduler: Scheduler[str] = Scheduler(LANES, MAX_BATCH)
+    for i in range(n_before):
+        scheduler.submit(f"before {i}", Op("prefill", None, deadline=1.0))
+    scheduler.submit("waiting", Op("prefill", None, deadline=1.0))
+
+    ran: list[str] = []
+    for round_ in range(n_before + 1):
+        for i in range(n_newcomers):
+            scheduler.submit(f"{round_}.{i}", Op("decode", None, deadline=1.0))
+        batch = scheduler.next_batch("language")
+        assert batch is not None
+        ran += batch.tasks
+
+    assert ran == [f"before {i}" for i in range(n_before)] + ["waiting"]
