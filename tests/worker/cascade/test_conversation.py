@@ -1,0 +1,511 @@
+"""Turn taking of the cascade on the real engine, with fake models and a fake clock.
+
+Time stands still while ops run; it moves to the next unit, or to the end of a unit's wait.
+Speech is a constant sample value; the fake recogniser hears each value as one word.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from shared.protocol import DuplexSettings
+from worker.engine.contract import Op
+from worker.engine.engine import Engine
+from worker.models.cascade import conversation
+from worker.models.cascade.endpointing import WINDOW_SAMPLES
+from worker.models.contract import Prompt, Unit
+
+UNIT = 32 * WINDOW_SAMPLES
+WORDS = {1: "alpha", 2: "bravo", 3: "charlie", 4: "read the sign", 5: ""}
+END = 9
+FIRST_WORD = 100
+WORD_S = 0.25
+
+
+class FakeLanguage:
+    turn_end_tokens = (END,)
+
+    def system_tokens(self, text):
+        return (1,) * len(text)
+
+    def user_tokens(self, text):
+        return (2, *map(ord, text), 3)
+
+    def is_end(self, token):
+        return token == END
+
+    def detokeniser(self):
+        return FakeDetokeniser()
+
+
+class FakeDetokeniser:
+    def push(self, token):
+        return f"w{token - FIRST_WORD} "
+
+    def flush(self):
+        return ""
+
+
+class FakeTranscriber:
+    def transcribe(self, slot, samples, deadline):
+        text = yield Op("transcribe_step", samples, deadline=deadline)
+        return text
+
+
+@dataclass
+class FakeCascade:
+    """The runner and the model in one; `answer_words` is how long its next answers are."""
+
+    answer_words: int = 30
+    context_tokens: int = 2048
+    voice: str = "fake"
+    prompts: list = field(default_factory=list)
+    cache: dict = field(default_factory=dict)
+    poisoned: list = field(default_factory=list)
+    broken: set = field(default_factory=set)
+    language = FakeLanguage()
+    transcriber = FakeTranscriber()
+    max_batch = {}
+    lanes = {
+        "prefill": "language",
+        "decode": "language",
+        "detect_speech": "senses",
+        "transcribe_step": "senses",
+        "synthesize": "senses",
+        "read_text": "senses",
+    }
+
+    def poison_slot(self, slot):
+        self.poisoned.append(slot)
+
+    def run(self, kind, bucket, payloads):
+        if kind in self.broken:
+            raise RuntimeError(f"{kind} is broken")
+        return [getattr(self, kind)(payload) for payload in payloads]
+
+    def detect_speech(self, request):
+        windows = request.samples.reshape(-1, WINDOW_SAMPLES)
+        return np.where(windows.max(axis=1) > 0, 0.95, 0.01).astype(np.float32), request.state
+
+    def transcribe_step(self, samples):
+        values = [int(v) for v in dict.fromkeys(samples[::64].tolist()) if v]
+        return " ".join(WORDS[v] for v in values).strip()
+
+    def write(self, slot, start, tokens):
+        cache = self.cache.setdefault(slot, [])
+        cache[start : start + len(tokens)] = tokens
+
+    def prefill(self, request):
+        self.write(request.slot, request.start, list(request.tokens))
+        if request.sampling is None:
+            return None
+        self.prompts.append(tuple(self.cache[request.slot][: request.start + len(request.tokens)]))
+        return FIRST_WORD if self.answer_words else END
+
+    def decode(self, request):
+        assert len(self.cache[request.slot][: request.position]) == request.position
+        self.write(request.slot, request.position, [request.token])
+        following = request.token + 1
+        return following if following < FIRST_WORD + self.answer_words else END
+
+    def synthesize(self, request):
+        n_words = len(request.text.split())
+        return np.full(int(24_000 * WORD_S) * n_words, 0.5, np.float32)
+
+    def read_text(self, request):
+        return "EXIT 42"
+
+
+class Session:
+    """One session on the real engine; `second` plays one unit and returns its result."""
+
+    def __init__(self, model=None, settings=None, slot=0, engine=None):
+        self.model = model or FakeCascade()
+        self.now = 100.0
+        self.engine = engine or Engine(self.model, clock=lambda: self.now)
+        self.state = conversation.new_state(self.model, slot)
+        self.state.clock = lambda: self.now
+        self.slot = slot
+        self.index = 0
+        self.prepared = self.prepare(settings)
+
+    def prepare(self, settings=None, voice=(), prompt="kind"):
+        empty = np.zeros(0, np.float32)
+        value = Prompt(prompt, settings or DuplexSettings(), np.float32(voice), empty)
+        return self.run(conversation.prepare(self.model, self.state, value)).value
+
+    def run(self, program, until_s=0.99):
+        emitted = []
+        task = self.engine.spawn(self.slot, program, emitted.append)
+        self.turn(task, self.now + until_s)
+        task.emitted = emitted
+        return task
+
+    def turn(self, task, give_up_at):
+        while True:
+            self.engine.advance()
+            n_batches = sum(self.engine.step(lane) for lane in self.engine.lanes)
+            if n_batches:
+                continue
+            if task.done:
+                return
+            deadline = self.engine.next_deadline()
+            assert deadline <= give_up_at, "the unit was not answered within its second"
+            self.now = max(self.now, deadline)
+
+    def second(self, pattern="", frames=(), force_listen=False, check=True):
+        """`pattern`: 32 windows, a digit is speech of that value; shorter ones end in silence."""
+        values = [int(c) if c.isdigit() else 0 for c in pattern.ljust(32, ".")]
+        audio = np.repeat(np.float32(values), WINDOW_SAMPLES)
+        self.now = 101.0 + self.index
+        unit = Unit(self.index, audio, tuple(frames), force_listen, None, self.now, self.now + 1.0)
+        self.index += 1
+        task = self.run(conversation.unit(self.model, self.state, unit))
+        if not check:
+            return task
+        assert task.error is None, task.error
+        (result,) = task.emitted
+        assert result.audio.size <= 24_000
+        return result
+
+    def seconds(self, n, **kwargs):
+        return [self.second(**kwargs) for _ in range(n)]
+
+    def ask(self, pattern="...1111111111"):
+        """A question that ends well within its unit; returns that unit's result."""
+        return self.second(pattern)
+
+
+def test_silence_is_listened_to_without_an_answer():
+    session = Session()
+
+    results = session.seconds(5)
+
+    assert all(r.is_listen and not r.text and not r.audio.size for r in results)
+    assert session.model.prompts == []
+
+
+def test_a_question_is_answered_whole_then_it_listens_again():
+    session = Session(FakeCascade(answer_words=20))
+    session.second("...11111111111111111111111111111")
+
+    results = [session.second("11111111"), *session.seconds(8)]
+
+    spoken = [r for r in results if not r.is_listen]
+    assert "".join(r.text for r in results).split() == [f"w{i}" for i in range(20)]
+    assert sum(r.audio.size for r in results) == 20 * WORD_S * 24_000
+    assert [r.end_of_turn for r in spoken] == [False] * (len(spoken) - 1) + [True]
+    assert results[-1].is_listen
+
+
+def test_the_first_speech_carries_the_caption():
+    session = Session()
+    results = [session.ask(), *session.seconds(3)]
+
+    captions = [(r.heard, bool(r.audio.size)) for r in results if r.heard]
+
+    assert captions == [("alpha", True)]
+
+
+def test_the_answer_starts_in_the_unit_in_which_the_end_of_speech_is_certain():
+    session = Session()
+
+    result = session.second("...1111111111")
+
+    assert not result.is_listen
+    assert result.audio.size
+
+
+def test_an_answer_prepared_in_a_short_silence_waits_until_the_end_is_certain():
+    session = Session()
+
+    early = session.second("." * 14 + "1" * 12)
+    later = session.second()
+
+    assert early.is_listen
+    assert later.audio.size
+    assert len(session.model.prompts) == 1
+
+
+def test_a_pause_inside_a_question_is_no_end():
+    session = Session()
+    session.second("." * 14 + "1" * 12)
+
+    results = [session.second("22222222"), *session.seconds(3)]
+
+    heard = [r.heard for r in results if r.heard]
+    assert heard == ["alpha bravo"]
+    last_prompt = session.model.prompts[-1]
+    assert last_prompt == (1, 1, 1, 1, 2, *map(ord, "alpha bravo"), 3)
+
+
+def test_speech_during_the_answer_stops_it_and_is_answered():
+    session = Session()
+    session.ask()
+    assert session.second().audio.size
+
+    cut = session.second("." * 22 + "2" * 10)
+    after = [session.second("22222"), *session.seconds(12)]
+
+    assert cut.is_listen
+    assert cut.interrupted
+    assert not cut.audio.size
+    assert [r.heard for r in after if r.heard] == ["bravo"]
+    assert not any(r.interrupted for r in after)
+
+
+def test_after_an_interruption_the_context_holds_what_was_begun_to_be_said():
+    session = Session()
+    results = [session.ask(), session.second()]
+    session.second("." * 22 + "2" * 10)
+    session.second("22222")
+    session.seconds(2)
+
+    said = "".join(r.text for r in results).split()
+    answer = tuple(FIRST_WORD + i for i in range(len(said)))
+    expected = (1, 1, 1, 1, 2, *map(ord, "alpha"), 3, *answer, END, 2, *map(ord, "bravo"), 3)
+    assert session.model.prompts[-1] == expected
+    assert 0 < len(said) < 30
+
+
+def test_a_cough_does_not_stop_the_answer():
+    session = Session()
+    session.ask()
+
+    result = session.second("..........222...")
+
+    assert result.audio.size
+    assert not result.interrupted
+
+
+def test_speech_right_after_the_last_audio_still_flushes_the_client():
+    """The client plays the last second while the next unit is being recorded."""
+    session = Session(FakeCascade(answer_words=3))
+    assert session.ask().end_of_turn
+
+    result = session.second("..2222222222222")
+
+    assert result.interrupted
+
+
+def test_an_interruption_and_its_answer_do_not_share_a_result():
+    """Clients that know no `interrupted` flush nothing on a speak result."""
+    session = Session()
+    session.ask()
+
+    cut = session.second("..22222222")
+    after = session.second()
+
+    assert cut.is_listen
+    assert cut.interrupted
+    assert after.heard == "bravo"
+    assert after.audio.size
+    assert not after.interrupted
+
+
+def test_speech_long_after_the_answer_interrupts_nothing():
+    session = Session(FakeCascade(answer_words=3))
+    session.ask()
+    session.second()
+
+    assert not session.second("..2222222222222").interrupted
+
+
+def test_force_listen_drops_the_speech_at_once():
+    session = Session()
+    session.ask()
+
+    forced = session.second(force_listen=True)
+    after = session.seconds(3)
+
+    assert forced.is_listen
+    assert forced.interrupted
+    assert all(r.is_listen for r in after)
+
+
+def test_while_listening_is_forced_no_answer_begins():
+    session = Session()
+    forced = session.second("...11111111111", force_listen=True)
+
+    after = session.second()
+
+    assert forced.is_listen
+    assert after.heard == "alpha"
+
+
+def test_the_first_units_can_be_forced_to_listen():
+    session = Session(settings=DuplexSettings(force_listen_count=2))
+
+    results = [session.ask(), session.second(), session.second()]
+
+    assert [r.is_listen for r in results] == [True, True, False]
+
+
+def test_an_interrupt_between_units_shows_in_the_next_result():
+    session = Session()
+    session.ask()
+
+    conversation.interrupt(session.model, session.state)
+
+    result = session.second()
+    assert result.is_listen
+    assert result.interrupted
+    assert not session.second().interrupted
+
+
+def test_an_interrupt_of_silence_does_nothing():
+    session = Session()
+    session.second()
+
+    conversation.interrupt(session.model, session.state)
+
+    assert not session.second().interrupted
+
+
+def test_noise_that_is_no_speech_gets_no_answer():
+    session = Session()
+
+    results = [session.second("...5555555555555"), *session.seconds(2)]
+
+    assert all(r.is_listen and not r.heard for r in results)
+    assert session.second("...1111111111").heard == "alpha"
+
+
+def test_the_conversation_is_remembered():
+    session = Session(FakeCascade(answer_words=2))
+    session.ask()
+    session.second()
+    session.second("...2222222222")
+
+    first = (1, 1, 1, 1, 2, *map(ord, "alpha"), 3)
+    assert session.model.prompts == [
+        first,
+        (*first, FIRST_WORD, FIRST_WORD + 1, END, 2, *map(ord, "bravo"), 3),
+    ]
+
+
+def test_a_long_conversation_keeps_its_context_bounded():
+    session = Session(FakeCascade(answer_words=30, context_tokens=900))
+    for _ in range(40):
+        session.ask()
+        session.seconds(9)
+
+    assert len(session.model.prompts) == 40
+    assert max(map(len, session.model.prompts)) < 900
+    assert session.model.prompts[-1][:5] == (1, 1, 1, 1, 2)
+
+
+def test_an_answer_ends_before_the_context_is_full():
+    session = Session(FakeCascade(answer_words=200, context_tokens=60))
+    session.ask()
+    session.seconds(20)
+
+    assert len(session.model.cache[0]) <= 60
+
+
+def test_text_only_when_no_audio_is_wanted():
+    session = Session(FakeCascade(answer_words=4), DuplexSettings(generate_audio=False))
+
+    results = [session.ask(), *session.seconds(2)]
+
+    assert "".join(r.text for r in results) == "w0 w1 w2 w3 "
+    assert not any(r.audio.size for r in results)
+    assert sum(r.end_of_turn for r in results) == 1
+
+
+def test_a_question_about_the_picture_gets_what_the_camera_reads():
+    session = Session()
+    frame = np.zeros((8, 8, 3), np.uint8)
+
+    session.second("...4444444444", frames=[frame])
+
+    prompt = "".join(map(chr, session.model.prompts[0][5:-1]))
+    assert "EXIT 42" in prompt
+    assert prompt.endswith("read the sign")
+
+
+def test_other_questions_do_not_read_the_picture():
+    session = Session(FakeCascade(broken={"read_text"}))
+    frame = np.zeros((8, 8, 3), np.uint8)
+
+    assert session.second("...1111111111", frames=[frame]).heard == "alpha"
+
+
+def test_an_old_picture_is_not_read():
+    session = Session(FakeCascade(broken={"read_text"}))
+    session.second(frames=[np.zeros((8, 8, 3), np.uint8)])
+    session.seconds(6)
+
+    assert session.second("...4444444444").heard == "read the sign"
+
+
+@pytest.mark.parametrize("kind", ["transcribe_step", "prefill", "decode", "synthesize"])
+def test_a_failing_model_fails_the_unit_and_not_the_session(kind, caplog):
+    session = Session()
+    session.model.broken = {kind}
+    tasks = [session.second("...1111111111", check=False), session.second(check=False)]
+    errors = [task.error for task in tasks if task.error]
+
+    session.model.broken = set()
+
+    assert len(errors) == 1
+    assert [session.second("...2222222222").heard] == ["bravo"]
+
+
+def test_preparing_again_starts_anew():
+    session = Session()
+    session.ask()
+
+    session.prepare(prompt="new")
+    session.second("...2222222222")
+
+    assert session.model.prompts[-1] == (1, 1, 1, 2, *map(ord, "bravo"), 3)
+
+
+def test_settings_without_a_meaning_here_are_named():
+    settings = DuplexSettings(length_penalty=1.1, top_k=5, listen_prob_scale=1.0)
+
+    info = Session().prepare(settings, voice=[0.1])
+
+    assert info.ignored == ("length_penalty", "listen_prob_scale", "reference_voice")
+    assert info.languages == ("en",)
+    assert info.prompt_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "temperature"),
+    [
+        (DuplexSettings(), 0.0),
+        (DuplexSettings(decode_mode="sampling"), 0.7),
+        (DuplexSettings(temperature=0.3), 0.3),
+        (DuplexSettings(top_k=5), 0.7),
+        (DuplexSettings(temperature=0.3, decode_mode="greedy"), 0.0),
+    ],
+)
+def test_sampling_is_greedy_unless_asked_for(settings, temperature):
+    assert Session(settings=settings).state.sampling.temperature == temperature
+
+
+def test_two_sessions_do_not_hear_each_other():
+    model = FakeCascade(answer_words=4)
+    first = Session(model)
+    second = Session(model, slot=1)
+
+    assert first.second("...1111111111").heard == "alpha"
+    assert second.second("...2222222222").heard == "bravo"
+    assert model.cache[0] != model.cache[1]
+
+
+def test_the_end_cleans_the_slot():
+    session = Session(slot=1)
+
+    conversation.end(session.model, session.state)
+
+    assert session.model.poisoned == [1]
+
+
+def test_the_input_kept_is_bounded():
+    session = Session()
+    session.seconds(50)
+    assert len(session.state.audio) < 2 * UNIT

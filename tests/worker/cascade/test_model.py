@@ -1,0 +1,115 @@
+import shutil
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from worker.models.cascade.hearing import DETECT_SPEECH, DetectRequest, VadState
+from worker.models.cascade.language import DECODE, PREFILL, DecodeRequest, PrefillRequest
+from worker.models.cascade.model import LANES, MAX_BATCH, CascadeModel
+from worker.nn.sampling import Sampling
+
+
+@pytest.mark.weights
+def test_every_kind_has_a_lane_and_a_runner(cascade):
+    assert set(cascade._runners) == set(cascade.lanes) == set(LANES)
+    assert set(MAX_BATCH) <= set(LANES)
+    assert set(LANES.values()) == {"language", "senses"}
+
+
+@pytest.mark.weights
+def test_stages_report_progress_that_only_grows(data_dir):
+    reports = []
+    model = CascadeModel(data_dir, context_tokens=64)
+    model.load_model(lambda share, note: reports.append((share, note)))
+    shares = [share for share, _ in reports]
+
+    assert shares == sorted(shares)
+    assert shares[0] == 0.0
+    assert shares[-1] == 1.0
+    assert all(note for _, note in reports)
+
+
+@pytest.mark.weights
+def test_compile_stage_says_that_it_is_off(cascade):
+    assert cascade.apply_torch_compile(lambda share, note: None) == "off"
+
+
+@pytest.mark.weights
+def test_lanes_run_at_the_same_time_without_disturbing_each_other(cascade, clip):
+    samples = clip("long_story")
+    prompt = PrefillRequest(0, (1, 9690, 198, 2683), 0, Sampling())
+
+    def language():
+        (token,) = cascade.run(PREFILL, None, [prompt])
+        tokens = [token]
+        for position in range(4, 12):
+            request = DecodeRequest(0, tokens[-1], position, Sampling())
+            tokens += cascade.run(DECODE, None, [request])
+        return tokens
+
+    def senses():
+        request = DetectRequest(VadState.initial(), samples)
+        ((probabilities, _),) = cascade.run(DETECT_SPEECH, None, [request])
+        return probabilities
+
+    expected = language(), senses()
+    results = {}
+    threads = [
+        threading.Thread(target=lambda name=name, lane=lane: results.update({name: lane()}))
+        for name, lane in (("language", language), ("senses", senses))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert results["language"] == expected[0]
+    assert np.array_equal(results["senses"], expected[1])
+
+
+@pytest.mark.weights
+def test_poison_reaches_every_cache_of_the_slot_and_no_other(cascade):
+    language, hearing = cascade.language.cache, cascade.transcriber.cache
+    tensors = (
+        *language.keys,
+        *language.values,
+        *hearing.keys,
+        *hearing.values,
+        *hearing.heard_keys,
+        *hearing.heard_values,
+    )
+    for tensor in tensors:
+        with torch.inference_mode():
+            tensor.zero_()
+
+    cascade.poison_slot(1)
+
+    for tensor in tensors:
+        assert tensor[1].isnan().all()
+        assert tensor[0].isfinite().all()
+        assert tensor[2].isfinite().all()
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+@pytest.mark.timeout(600)
+def test_compiled_model_says_what_the_eager_one_says(data_dir, cascade):
+    compiled = CascadeModel(data_dir, compile_regions=True, context_tokens=256)
+    compiled.load_model(lambda share, note: None)
+    compiled.init_unified(2, lambda share, note: None)
+    note = compiled.apply_torch_compile(lambda share, note: None)
+
+    def say(model):
+        prompt = PrefillRequest(1, (1, 9690, 198, 2683), 0, Sampling())
+        tokens = list(model.run(PREFILL, None, [prompt]))
+        for position in range(4, 10):
+            request = DecodeRequest(1, tokens[-1], position, Sampling())
+            tokens += model.run(DECODE, None, [request])
+        return tokens
+
+    assert note == "30 decode regions"
+    assert say(compiled) == say(cascade)

@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from worker.nn.sampling import Sampling, sample, uniform
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.0]])
+HOT = Sampling(temperature=1.0)
+
+
+def one(setting, draw=0.5, recent=(), logits=LOGITS):
+    return int(sample(logits, [setting], [recent], [draw])[0])
+
+
+def share(setting, recent=(), logits=LOGITS, n=2000):
+    """How often each token is drawn over evenly spread draws."""
+    draws = [(i + 0.5) / n for i in range(n)]
+    chosen = sample(logits.expand(n, -1), [setting] * n, [recent] * n, draws)
+    return torch.bincount(chosen, minlength=logits.shape[1]) / n
+
+
+def test_default_is_the_likeliest_token():
+    assert one(Sampling()) == 1
+
+
+def test_draws_follow_the_softmax():
+    torch.testing.assert_close(share(HOT), LOGITS[0].softmax(0), atol=2e-3, rtol=0)
+
+
+def test_low_temperature_sharpens():
+    assert share(Sampling(temperature=0.5))[1] > share(HOT)[1]
+
+
+def test_top_k_keeps_the_k_likeliest():
+    shares = share(Sampling(temperature=1.0, top_k=2))
+
+    assert (shares > 0).nonzero().flatten().tolist() == [1, 2]
+
+
+def test_top_p_keeps_the_fewest_that_reach_it():
+    shares = share(Sampling(temperature=1.0, top_p=0.7))  # 0.61, 0.23, 0.08, ...
+
+    assert (shares > 0).nonzero().flatten().tolist() == [1, 2]
+
+
+def test_top_p_of_zero_still_keeps_one_token():
+    assert share(Sampling(temperature=1.0, top_p=0.0))[1] == 1.0
+
+
+@pytest.mark.parametrize("draw", [0.0, 1.0 - 2**-53])
+def test_extreme_draws_pick_a_kept_token(draw):
+    assert one(Sampling(temperature=1.0, top_k=3), draw) in (1, 2, 0)
+
+
+def test_repetition_penalty_lowers_what_was_said():
+    assert one(Sampling(repetition_penalty=2.0), recent=(1,)) == 2
+
+
+def test_repetition_penalty_lowers_negative_logits_too():
+    logits = torch.tensor([[-1.0, -1.5]])
+
+    assert one(Sampling(repetition_penalty=2.0), recent=(0,), logits=logits) == 1
+
+
+def test_repetition_penalty_forgets_what_left_the_window():
+    assert one(Sampling(repetition_penalty=2.0, window=1), recent=(1, 3)) == 1
+
+
+def test_logits_stay_as_they_were():
+    logits = LOGITS.clone()
+    one(Sampling(repetition_penalty=2.0), recent=(1,), logits=logits)
+
+    assert torch.equal(logits, LOGITS)
+
+
+def test_batched_row_equals_single():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 50, generator=generator)
+    settings = [
+        Sampling(),
+        HOT,
+        Sampling(temperature=0.7, top_k=5),
+        Sampling(temperature=1.3, top_p=0.8, repetition_penalty=1.2),
+        Sampling(repetition_penalty=1.5),
+        Sampling(temperature=0.9, top_k=20, top_p=0.5),
+    ]
+    recent = [(row, row + 1) for row in range(6)]
+    draws = [uniform(row, 17) for row in range(6)]
+
+    batch = sample(logits, settings, recent, draws).tolist()
+
+    assert batch == [
+        one(settings[row], draws[row], recent[row], logits[row : row + 1]) for row in range(6)
+    ]
+
+
+def test_draw_depends_on_seed_and_position_only():
+    assert uniform(4, 9) == uniform(4, 9)
+    assert len({uniform(seed, position) for seed in range(20) for position in range(20)}) == 400

@@ -1,0 +1,335 @@
+"""The cascade's turn taking: how a session listens, answers, and stops when it is interrupted.
+
+Two kinds of program share one `Conversation`: the *unit program* here runs once a second,
+detects speech, decides who has the floor and hands out at most one second of what there is to
+say; the *answer program* (`answer.py`) runs beside it for one turn and makes that.
+
+An answer is begun in the first silence after speech (`EARLY_SILENCE_S`), before it is certain that
+the user has finished. Until it becomes audible it can be withdrawn without a trace: the user goes
+on talking, the context is cut back, the utterance grows.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.limits import INPUT_SAMPLE_RATE_HZ, OUTPUT_SAMPLE_RATE_HZ
+from shared.protocol import DuplexSettings, Timings
+from worker.engine.contract import Emit, Op, Program, Spawn, Until
+from worker.models.cascade.answer import Answer, answer_program, feed
+from worker.models.cascade.context import Context
+from worker.models.cascade.endpointing import (
+    EARLY_SILENCE_S,
+    LISTENING,
+    SPEAKING,
+    WINDOW_SAMPLES,
+    Endpointer,
+)
+from worker.models.cascade.hearing import DETECT_SPEECH, DetectRequest, VadState
+from worker.models.contract import PreparedInfo, Prompt, Unit, UnitResult
+from worker.nn.sampling import Sampling
+
+if TYPE_CHECKING:
+    from worker.models.cascade.model import CascadeModel
+
+HONOURED: Final = frozenset(
+    {
+        "temperature",
+        "top_k",
+        "top_p",
+        "text_repetition_penalty",
+        "text_repetition_window_size",
+        "decode_mode",
+        "force_listen_count",
+        "generate_audio",
+    }
+)
+"""Settings that mean something to this back end; all others are named in `prepared.ignored`."""
+
+SAMPLED: Final = Sampling(temperature=0.7, top_k=20, top_p=0.8)
+"""What sampling means where a client asks for it without saying how (the reference's defaults)."""
+
+MAX_UTTERANCE_S: Final = 120.0
+
+PRE_ROLL_S: Final = 0.4
+"""Audio kept from before the detected start of speech: soft first consonants."""
+
+FIRST_AUDIO_HOLD_S: Final = 0.75
+"""A unit waits this long for the first phrase of an answer, so that the phrase goes out as soon
+as it exists and not with the next unit; it leaves 0.25 s of the unit's second."""
+
+NEXT_AUDIO_HOLD_S: Final = 0.3
+"""A unit in the middle of an answer waits this long for a full second of speech."""
+
+FRAME_MAX_AGE_UNITS: Final = 5
+
+
+N = TypeVar("N", int, float)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """All state of one session; dropping it and cleaning the slot is the reset."""
+
+    slot: int
+    clock: Callable[[], float] = time.monotonic
+    """For the figures in `Timings` only."""
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    generate_audio: bool = True
+    force_listen_count: int = 0
+    context: Context = field(default_factory=Context)
+    vad: VadState = field(default_factory=VadState.initial)
+    ears: Endpointer = field(default_factory=Endpointer)
+    audio: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Newest input; its last sample is number `n_samples - 1` of the session."""
+    n_samples: int = 0
+    frame: NDArray[np.uint8] | None = None
+    frame_unit: int = 0
+    answer: Answer | None = None
+    last_audio_unit: int | None = None
+    """The unit whose result last held speech that the client may still be playing."""
+    was_interrupted: bool = False
+    now: float = 0.0
+    """Engine clock at the newest unit's arrival."""
+
+    def listen_to(self, samples: NDArray[np.float32]) -> None:
+        """Append input audio; keep what an utterance may need."""
+        self.audio = np.concatenate([self.audio, samples])
+        self.n_samples += len(samples)
+        origin = self.n_samples - len(self.audio)
+        oldest = self.n_samples - int(MAX_UTTERANCE_S * INPUT_SAMPLE_RATE_HZ)
+        self.audio = self.audio[max(0, self._first_needed - origin, oldest - origin) :]
+
+    @property
+    def _first_needed(self) -> int:
+        start = self.ears.utterance_start
+        first = self.n_samples if start is None else start * WINDOW_SAMPLES
+        return first - int(PRE_ROLL_S * INPUT_SAMPLE_RATE_HZ)
+
+    def is_speaking(self, unit_index: int) -> bool:
+        """Whether the client is still playing speech of ours when this unit arrives."""
+        is_audible = self.answer is not None and self.answer.audible
+        return is_audible or self.last_audio_unit == unit_index - 1
+
+
+def new_state(model: CascadeModel, slot: int) -> Conversation:
+    return Conversation(slot, seed=random.getrandbits(31))
+
+
+def prepare(model: CascadeModel, state: Conversation, prompt: Prompt) -> Program:
+    """Prefill the system prompt; the conversation starts anew."""
+    settings = prompt.settings
+    if state.answer is not None:
+        _drop(model, state, state.answer)
+    state.ears.finish()
+    state.sampling = _sampling(settings)
+    state.generate_audio = settings.generate_audio is not False
+    state.force_listen_count = settings.force_listen_count or 0
+    state.context = Context(model.language.system_tokens(prompt.system_prompt))
+    yield from feed(state, deadline=0.0)
+    ignored = set(settings.said()) - HONOURED
+    if prompt.reference_voice.size or prompt.tts_reference_voice.size:
+        ignored.add("reference_voice")
+    return PreparedInfo(
+        prompt_chars=len(prompt.system_prompt),
+        prompt_tokens=len(state.context),
+        ignored=tuple(sorted(ignored)),
+        voice=model.voice,
+        languages=("en",),
+    )
+
+
+def unit(model: CascadeModel, state: Conversation, unit: Unit) -> Program:
+    """One second: listen, decide, hand out at most one second of speech."""
+    begun = state.clock()
+    state.now = unit.arrived_at
+    if unit.frames:
+        state.frame, state.frame_unit = unit.frames[-1], unit.index
+
+    request = DetectRequest(state.vad, unit.audio)
+    probabilities, state.vad = yield Op(DETECT_SPEECH, request, deadline=unit.arrived_at)
+    listen_ms = 1000 * (state.clock() - begun)
+    forced = unit.force_listen or unit.index < state.force_listen_count
+    _decide_the_floor(model, state, unit.index, probabilities.tolist(), forced)
+    state.listen_to(unit.audio)
+
+    if state.answer is None and not forced and _may_answer(state):
+        state.answer = Answer(state.audio, _fresh_frame(state, unit.index), unit.arrived_at)
+        program = answer_program(model, state, state.answer)
+        state.answer.task = yield Spawn(program, name="answer")
+    if state.answer is not None and state.ears.has_ended:
+        state.answer.confirmed = True
+    # Clients flush on a listen result: what was cut off and a new answer never share one.
+    if not state.was_interrupted:
+        yield from _wait_for_speech(state, unit.arrived_at)
+    interrupted, state.was_interrupted = state.was_interrupted, False
+    result = UnitResult(is_listen=True) if interrupted else _hand_out(state, unit.index)
+    timings = msgspec.structs.replace(
+        result.timings, listen_ms=listen_ms, total_ms=1000 * (state.clock() - begun)
+    )
+    yield Emit(
+        replace(
+            result,
+            interrupted=interrupted,
+            timings=timings,
+            kv_tokens=state.context.n_fed,
+        )
+    )
+
+
+def interrupt(model: CascadeModel, state: Conversation) -> None:
+    """Stop what is being said; the next result carries the flag that flushes the playback."""
+    if state.answer is not None and state.answer.audible:
+        _drop(model, state, state.answer)
+        state.was_interrupted = True
+        state.last_audio_unit = None
+
+
+def end(model: CascadeModel, state: Conversation) -> None:
+    model.poison_slot(state.slot)
+
+
+def _decide_the_floor(
+    model: CascadeModel,
+    state: Conversation,
+    unit_index: int,
+    probabilities: list[float],
+    forced: bool,
+) -> None:
+    """Follow the user's speech; the answer gives way if the user speaks or listening is forced."""
+    was_speaking = state.is_speaking(unit_index)
+    user_spoke = state.ears.hear(probabilities, SPEAKING if was_speaking else LISTENING)
+    if not (user_spoke or forced):
+        return
+    if state.answer is not None:
+        _drop(model, state, state.answer)
+    if was_speaking:
+        state.was_interrupted = True
+        state.last_audio_unit = None
+
+
+def _drop(model: CascadeModel, state: Conversation, answer: Answer) -> None:
+    """End the running answer: cut it off if it was heard, else undo it.
+
+    The context keeps what the user was given to hear, phrase by phrase, and nothing more.
+    """
+    state.answer = None
+    if answer.task is not None:
+        answer.task.cancel()
+    if answer.audible:
+        state.context.truncate(answer.prompt_length + answer.n_tokens_begun)
+        state.context.append(model.language.turn_end_tokens)
+    elif answer.turn_start is not None:
+        state.context.truncate(answer.turn_start)
+
+
+def _may_answer(state: Conversation) -> bool:
+    return state.ears.in_utterance and state.ears.silence_s >= EARLY_SILENCE_S
+
+
+def _fresh_frame(state: Conversation, unit_index: int) -> NDArray[np.uint8] | None:
+    return state.frame if unit_index - state.frame_unit < FRAME_MAX_AGE_UNITS else None
+
+
+def _wait_for_speech(state: Conversation, arrived_at: float) -> Program:
+    """Give an answer that may be heard a bounded time to have something to say."""
+    answer = state.answer
+    if answer is None or not answer.confirmed:
+        return
+    enough_s = 1.0 if answer.audible else 0.0
+    hold_s = NEXT_AUDIO_HOLD_S if answer.audible else FIRST_AUDIO_HOLD_S
+
+    def is_ready() -> bool:
+        # An interrupt may drop the answer while this unit waits for it.
+        if answer.finished or answer.failed or state.answer is not answer:
+            return True
+        has_enough = answer.buffered_s >= enough_s or not state.generate_audio
+        return bool(answer.segments) and has_enough
+
+    yield Until(is_ready, arrived_at + hold_s)
+
+
+def _hand_out(state: Conversation, unit_index: int) -> UnitResult:
+    """Take at most one second of what there is to say."""
+    answer = state.answer
+    if answer is None or not answer.confirmed:
+        return UnitResult(is_listen=True)
+    if answer.failed:
+        state.answer = None
+        state.ears.finish()
+        assert answer.task is not None
+        assert answer.task.error is not None
+        raise answer.task.error
+    has_said_all = answer.finished and not answer.segments
+    if not answer.audible and not answer.segments and not has_said_all:
+        return UnitResult(is_listen=True)
+
+    first = not answer.audible
+    if first:
+        # From here on the turn stands: the utterance belongs to it.
+        answer.audible = True
+        state.ears.finish()
+    text, audio, n_tokens = _take(answer, OUTPUT_SAMPLE_RATE_HZ)
+    ended = answer.finished and not answer.segments
+    if ended:
+        state.answer = None
+    if audio.size:
+        state.last_audio_unit = unit_index
+    costs, answer.costs_ms = answer.costs_ms, {}
+    return UnitResult(
+        is_listen=not text and not audio.size and ended,
+        text=text,
+        audio=audio,
+        end_of_turn=ended and bool(text or audio.size),
+        heard=answer.heard if first else "",
+        timings=Timings(**costs),
+        n_tokens=n_tokens,
+    )
+
+
+def _take(answer: Answer, n_samples: int) -> tuple[str, NDArray[np.float32], int]:
+    """Take up to `n_samples` of speech; a phrase's text comes with its first sample."""
+    texts: list[str] = []
+    parts: list[NDArray[np.float32]] = []
+    begun_before = answer.n_tokens_begun
+    while answer.segments and n_samples > 0:
+        segment = answer.segments[0]
+        if segment.n_taken == 0:
+            texts.append(segment.text)
+            answer.n_tokens_begun = segment.n_tokens
+        part = segment.audio[segment.n_taken : segment.n_taken + n_samples]
+        parts.append(part)
+        segment.n_taken += len(part)
+        n_samples -= len(part)
+        if segment.n_taken >= len(segment.audio):
+            answer.segments.popleft()
+    audio = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    return "".join(texts), audio, answer.n_tokens_begun - begun_before
+
+
+def _sampling(settings: DuplexSettings) -> Sampling:
+    """Greedy unless the client asks for sampling: a model this small is at its best there."""
+    asked = {settings.temperature, settings.top_k, settings.top_p} != {None}
+    wants_sampling = settings.decode_mode == "sampling" or asked
+    base = SAMPLED if wants_sampling and settings.decode_mode != "greedy" else Sampling()
+    temperature = 0.0 if settings.decode_mode == "greedy" else settings.temperature
+    return Sampling(
+        temperature=said_or(temperature, base.temperature),
+        top_k=said_or(settings.top_k, base.top_k),
+        top_p=said_or(settings.top_p, base.top_p),
+        repetition_penalty=said_or(settings.text_repetition_penalty, base.repetition_penalty),
+        window=said_or(settings.text_repetition_window_size, base.window),
+    )
+
+
+def said_or(said: N | None, default: N) -> N:
+    return default if said is None else said

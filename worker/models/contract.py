@@ -1,0 +1,106 @@
+"""What every back end gives to the sessions: states, programs, and the stages of its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.protocol import DuplexSettings, Timings
+from worker.engine.contract import OpRunner, Program
+
+Progress = Callable[[float, str], None]
+"""Called with the share of a stage that is done (0..1) and a short note."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a session is prepared with. Voices: float32 16 kHz samples, empty = default."""
+
+    system_prompt: str
+    settings: DuplexSettings
+    reference_voice: NDArray[np.float32]
+    tts_reference_voice: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedInfo:
+    """Value of a `prepare` program."""
+
+    prompt_chars: int
+    prompt_tokens: int
+    ignored: tuple[str, ...] = ()
+    voice: str = ""
+    languages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One tick of the duplex clock."""
+
+    index: int
+    """0-based within the session."""
+    audio: NDArray[np.float32]
+    """16 kHz, exactly `DuplexModel.unit_samples` long."""
+    frames: tuple[NDArray[np.uint8], ...] = ()
+    """RGB images `[H, W, 3]`, oldest first."""
+    force_listen: bool = False
+    max_slice_nums: int | None = None
+    arrived_at: float = 0.0
+    """Engine clock when the unit was complete."""
+    deadline: float = 0.0
+    """Engine clock by which its result has to be out."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitResult:
+    """What a unit program emits, exactly once."""
+
+    is_listen: bool
+    text: str = ""
+    audio: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """24 kHz samples, at most about one second."""
+    end_of_turn: bool = False
+    interrupted: bool = False
+    heard: str = ""
+    timings: Timings = field(default_factory=Timings)
+    n_tokens: int = 0
+    n_speech_tokens: int = 0
+    kv_tokens: int = 0
+    vision_slices: int = 0
+    vision_tokens: int = 0
+
+
+class DuplexModel(OpRunner, Protocol):
+    """A back end that can hold full-duplex sessions. It keeps no session state itself."""
+
+    name: str
+    unit_samples: int
+
+    # Stages of the start, in this order, all on the thread that calls them.
+    def load_model(self, progress: Progress) -> None:
+        """Read or convert the weights. Raises ModelLoadError."""
+
+    def init_unified(self, n_slots: int, progress: Progress) -> None:
+        """Allocate the caches of `n_slots` sessions and everything that serving needs."""
+
+    def apply_torch_compile(self, progress: Progress) -> str:
+        """Compile the regions that the configuration names; returns a note for the log."""
+
+    # Sessions. `state` is opaque to the callers; dropping it after `end` is the reset.
+    def new_state(self, slot: int) -> Any: ...
+
+    def prepare(self, state: Any, prompt: Prompt) -> Program:
+        """Program that prefills the prompt; its value is a `PreparedInfo`. May be run again."""
+
+    def unit(self, state: Any, unit: Unit) -> Program:
+        """Program of one unit: emits one `UnitResult`, then may go on with deferred work."""
+
+    def interrupt(self, state: Any) -> None:
+        """Drop what is being said; the next unit's result says so. Quick, between ops."""
+
+    def end(self, state: Any) -> None:
+        """Clean the slot (caches to a state nobody can see). Called once no program is left."""

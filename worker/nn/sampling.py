@@ -1,0 +1,104 @@
+"""Choosing the next token of every row of a batch.
+
+A row's choice depends on its own logits, settings and draw only, never on its neighbours, and the
+draw is an argument: the same session picks the same tokens alone, in a batch, and after a restore.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen; the defaults are greedy."""
+
+    temperature: float = 0.0
+    """0 = always the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 = all."""
+    top_p: float = 1.0
+    """Keep the fewest tokens whose probabilities reach this sum; at least one."""
+    repetition_penalty: float = 1.0
+    """Above 1: tokens said before become less likely (CTRL, section 4.1)."""
+    window: int = 64
+    """How many of the latest tokens count as said before."""
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the draw in [0, 1) of one position of one session: a pure function of both."""
+    return random.Random(f"{seed}:{position}").random()
+
+
+def sample(
+    logits: Tensor,
+    settings: Sequence[Sampling],
+    recent: Sequence[Sequence[int]],
+    draws: Sequence[float],
+) -> Tensor:
+    """Return one token id per row, int64 `[B]`, on the device of `logits`.
+
+    Args:
+        logits: `[B, V]`, left as they are.
+        settings: one per row.
+        recent: token ids each row has said, latest last.
+        draws: one number in [0, 1) per row; unused where the temperature is 0.
+    """
+    logits = penalise(logits.float(), settings, recent)
+    chosen = logits.argmax(dim=-1)
+    hot = [row for row, setting in enumerate(settings) if setting.temperature > 0]
+    if hot:
+        rows = torch.tensor(hot, device=logits.device)
+        picked = draw_tokens(logits[rows], [settings[i] for i in hot], [draws[i] for i in hot])
+        chosen = chosen.index_copy(0, rows, picked)
+    return chosen
+
+
+def penalise(
+    logits: Tensor, settings: Sequence[Sampling], recent: Sequence[Sequence[int]]
+) -> Tensor:
+    """Return logits `[B, V]` in which tokens of each row's window are less likely."""
+    out = logits
+    for row, (setting, said) in enumerate(zip(settings, recent, strict=True)):
+        window = sorted(set(said[-setting.window :])) if setting.window > 0 else []
+        if setting.repetition_penalty == 1.0 or not window:
+            continue
+        if out is logits:
+            out = logits.clone()
+        ids = torch.tensor(window, device=logits.device)
+        values = out[row, ids]
+        penalty = setting.repetition_penalty
+        out[row, ids] = torch.where(values > 0, values / penalty, values * penalty)
+    return out
+
+
+def draw_tokens(logits: Tensor, settings: Sequence[Sampling], draws: Sequence[float]) -> Tensor:
+    """Draw from each row's truncated distribution by inverting its cumulative sum; int64 `[B]`."""
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]  # [B, 1]
+
+    vocab = logits.shape[-1]
+    kept = column([float(s.top_k) if s.top_k > 0 else float(vocab) for s in settings])
+    # Only the longest candidate list any row needs is sorted.
+    n_candidates = min(vocab, int(max(s.top_k if s.top_k > 0 else vocab for s in settings)))
+    scaled = logits / column([s.temperature for s in settings])
+    values, ids = scaled.topk(n_candidates, dim=-1)  # [B, C], descending
+    rank = torch.arange(n_candidates, device=logits.device)
+    values = values.masked_fill(rank >= kept, -torch.inf)
+    probabilities = values.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    probabilities = probabilities.masked_fill(
+        (before >= column([s.top_p for s in settings])) & (rank > 0), 0.0
+    )
+    cumulative = probabilities.cumsum(dim=-1)
+    target = column(draws) * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True)
+    # Rounding may put the target on the very end; the last token with a share is meant then.
+    last = (probabilities > 0).sum(dim=-1, keepdim=True) - 1
+    return ids.gather(1, torch.minimum(index, last)).squeeze(1)
