@@ -1,0 +1,87 @@
+"""Chromium with a microphone that plays a file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import which
+
+import numpy as np
+from playwright.sync_api import Browser, ConsoleMessage, Page, ViewportSize, sync_playwright
+
+from shared.audio import read_wav, write_wav
+
+CHROMIUM = which("chromium")
+DESKTOP: ViewportSize = {"width": 1280, "height": 860}
+PHONE: ViewportSize = {"width": 375, "height": 740}
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--use-fake-ui-for-media-stream",
+    "--use-fake-device-for-media-stream",
+    "--autoplay-policy=no-user-gesture-required",
+    # A name that is no loopback to the browser: what a page of another machine looks like.
+    "--host-resolver-rules=MAP omni.localtest 127.0.0.1",
+]
+
+
+def microphone_file(folder: Path, speech: Path, silence_s: float) -> Path:
+    """A clip followed by silence: Chromium plays the file over and over."""
+    samples, rate = read_wav(speech)
+    path = folder / "microphone.wav"
+    write_wav(path, np.append(samples, np.zeros(round(silence_s * rate), np.float32)), rate)
+    return path
+
+
+@contextlib.contextmanager
+def chromium(microphone: Path) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=[*FLAGS, f"--use-file-for-fake-audio-capture={microphone.resolve()}"],
+        )
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@dataclass
+class Visit:
+    """One open page and what its console has complained about."""
+
+    page: Page
+    complaints: list[str] = field(default_factory=list)
+
+    def note_console(self, message: ConsoleMessage) -> None:
+        if message.type in {"error", "warning"}:
+            self.complaints.append(message.text)
+
+    def state(self) -> str:
+        return self.page.get_attribute("body", "data-state") or ""
+
+    def wait_for_state(self, *states: str, timeout_s: float = 15) -> None:
+        selector = ", ".join(f"body[data-state={state}]" for state in states)
+        self.page.wait_for_selector(selector, timeout=1000 * timeout_s)
+
+
+@contextlib.contextmanager
+def visit(browser: Browser, url: str, viewport: ViewportSize = DESKTOP) -> Iterator[Visit]:
+    context = browser.new_context(viewport=viewport, permissions=["microphone", "camera"])
+    try:
+        page = context.new_page()
+        opened = Visit(page)
+        page.on("console", opened.note_console)
+        page.on("pageerror", lambda error: opened.complaints.append(str(error)))
+        page.goto(url)
+        yield opened
+    finally:
+        context.close()

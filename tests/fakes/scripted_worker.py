@@ -1,0 +1,214 @@
+"""A worker without a model: the real session protocol on a real socket, answers by script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+from websockets.typing import Subprotocol
+
+from gateway.pool import Address
+from shared import protocol
+from shared.limits import MAX_FRAME_BYTES
+from shared.protocol import Command, Event, Failure, Input, Result, WorkerHealth
+
+Answer = Callable[[Input], Event | None]
+"""What a chunk is answered with; None = nothing at all."""
+
+
+def listen(chunk: Input) -> Result:
+    return Result(seq=chunk.seq, is_listen=True, unit_index=chunk.seq + 1, kv_tokens=100)
+
+
+def speak(chunk: Input) -> Result:
+    """The chunk's own bytes come back as speech."""
+    return Result(
+        seq=chunk.seq, is_listen=False, unit_index=chunk.seq + 1, text="word", audio=chunk.audio
+    )
+
+
+@dataclass
+class Script:
+    """How the worker behaves; may be changed while it runs."""
+
+    answer: Answer = listen
+    open_delay_s: float = 0.0
+    prepare_delay_s: float = 0.0
+    result_delay_s: float = 0.0
+    cleanup_delay_s: float = 0.0
+    worker_status: str | None = None
+    """None = by the slots in use."""
+    eta_s: float | None = None
+    refuse_open: Failure | None = None
+
+
+@dataclass
+class FakeSession:
+    """What one session has received."""
+
+    connection: ServerConnection
+    opened: protocol.Open
+    commands: list[Command] = field(default_factory=list)
+
+    @property
+    def chunks(self) -> list[Input]:
+        return [command for command in self.commands if isinstance(command, Input)]
+
+    async def send(self, event: Event) -> None:
+        await self.connection.send(protocol.encode(event))
+
+
+class ScriptedWorker:
+    """`async with ScriptedWorker(slots=2) as worker:` listens on a free port until its end."""
+
+    def __init__(self, slots: int = 1, script: Script | None = None, port: int = 0) -> None:
+        self.slots = slots
+        self.script = script or Script()
+        self.port = port
+        self.sessions: list[FakeSession] = []
+        self.n_live = 0
+        self.most_live = 0
+        self._server: Server | None = None
+
+    @property
+    def address(self) -> Address:
+        return Address("127.0.0.1", self.port)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.die()
+
+    async def start(self) -> None:
+        self._server = await serve(
+            self._session,
+            "127.0.0.1",
+            self.port,
+            process_request=self._http,
+            subprotocols=[Subprotocol(protocol.SUBPROTOCOL)],
+            max_size=MAX_FRAME_BYTES,
+            compression=None,
+        )
+        self.port = next(iter(self._server.sockets)).getsockname()[1]
+
+    async def die(self) -> None:
+        """Vanish like a killed process: connections are reset, the port is closed."""
+        if self._server is None:
+            return
+        for connection in list(self._server.connections):
+            connection.transport.abort()
+        self._server.close(close_connections=False)
+        await self._server.wait_closed()
+        self._server = None
+        self.n_live = 0
+
+    def health(self) -> WorkerHealth:
+        status = self.script.worker_status
+        if status is None:
+            status = "idle" if self.n_live < self.slots else "duplex_active"
+        kinds: dict[str, Literal["healthy", "initializing", "error"]] = {
+            "loading": "initializing",
+            "error": "error",
+        }
+        kind = kinds.get(status, "healthy")
+        return WorkerHealth(
+            status=kind,
+            worker_status=status,
+            gpu_id=None,
+            model_loaded=kind == "healthy",
+            current_session_id=None,
+            total_requests=len(self.sessions),
+            avg_inference_time_ms=0.0,
+            kv_cache_length=0,
+            slots_total=self.slots,
+            slots_free=max(0, self.slots - self.n_live),
+            backend="fake",
+            stage="warmup_compile" if status == "loading" else None,
+            stage_progress=0.5 if status == "loading" else 1.0,
+            stage_elapsed_s=1.0,
+            eta_s=self.script.eta_s,
+            stages=[],
+        )
+
+    async def _http(self, connection: ServerConnection, request: Request) -> Response | None:
+        if request.path != "/health":
+            return None
+        return connection.respond(200, msgspec.json.encode(self.health()).decode())
+
+    async def _session(self, connection: ServerConnection) -> None:
+        try:
+            await self._serve(connection)
+        except ConnectionClosed:
+            return
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        assert connection.subprotocol == protocol.SUBPROTOCOL
+        opened = protocol.decode_command(await connection.recv(decode=False))
+        assert isinstance(opened, protocol.Open)
+        session = FakeSession(connection, opened)
+        await asyncio.sleep(self.script.open_delay_s)
+        refusal = self.script.refuse_open
+        if refusal is None and self.n_live >= self.slots:
+            refusal = Failure("no_free_slot", "no slot is free", 1013)
+        if refusal is not None:
+            await session.send(refusal)
+            await session.send(protocol.Closed("refused"))
+            return
+        self.n_live += 1
+        self.most_live = max(self.most_live, self.n_live)
+        self.sessions.append(session)
+        try:
+            await session.send(protocol.Opened(slot=self.n_live - 1))
+            await self._converse(session)
+            await asyncio.sleep(self.script.cleanup_delay_s)
+        finally:
+            self.n_live = max(0, self.n_live - 1)
+        await session.send(protocol.Closed("stopped"))
+
+    async def _converse(self, session: FakeSession) -> None:
+        async for frame in session.connection:
+            assert isinstance(frame, bytes)
+            command = protocol.decode_command(frame)
+            session.commands.append(command)
+            if isinstance(command, protocol.Stop):
+                await session.send(protocol.Stopped())
+                return
+            await self._reply(session, command)
+
+    async def _reply(self, session: FakeSession, command: Command) -> None:
+        match command:
+            case protocol.Prepare():
+                await asyncio.sleep(self.script.prepare_delay_s)
+                await session.send(
+                    protocol.Prepared(
+                        prompt_chars=len(command.system_prompt),
+                        prompt_tokens=7,
+                        ignored=["length_penalty"],
+                        languages=["en"],
+                    )
+                )
+            case Input():
+                await asyncio.sleep(self.script.result_delay_s)
+                event = self.script.answer(command)
+                if event is not None:
+                    await session.send(event)
+            case protocol.Pause():
+                await session.send(protocol.Paused(command.timeout_s or 60.0))
+            case protocol.Resume():
+                await session.send(protocol.Resumed())
+            case protocol.Interrupt():
+                await session.send(protocol.Interrupted())

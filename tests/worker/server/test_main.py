@@ -1,0 +1,122 @@
+"""The worker's command line: what it refuses, and that nothing heavy is imported too early."""
+
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from shared.config import Config
+from shared.errors import ConfigError, ModelLoadError
+from worker.__main__ import WARM_UP_CLIP, builder_of, main, settings_of
+from worker.sessions.rehearsal import ANSWER_S, warm_up_chunks
+
+
+def config(**sections) -> Config:
+    return Config.model_validate(sections)
+
+
+@pytest.fixture(autouse=True)
+def restore_logging():
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_the_cascade_on_a_cpu_holds_two_sessions():
+    assert settings_of(config(), None).n_slots == 2
+
+
+def test_settings_come_from_the_configuration():
+    settings = settings_of(
+        config(
+            service={"sessions_per_worker": 5, "stuck_after_s": 7},
+            duplex={"pause_timeout": 1, "idle_timeout_s": 2, "max_session_s": 3},
+        ),
+        4,
+    )
+
+    assert (settings.backend, settings.n_slots, settings.gpu_id) == ("cascade", 5, 4)
+    assert settings.stuck_after_s == 7.0
+    limits = settings.limits
+    assert (limits.pause_timeout_s, limits.idle_timeout_s, limits.max_session_s) == (1, 2, 3)
+
+
+def test_no_sessions_at_all_is_refused():
+    with pytest.raises(ConfigError, match="sessions_per_worker is 0"):
+        settings_of(config(service={"sessions_per_worker": 0}), None)
+
+
+def test_the_big_model_is_refused_in_one_sentence():
+    build = builder_of(config(model={"random_weights": True}))
+
+    with pytest.raises(ModelLoadError, match="not part of this version"):
+        build()
+
+
+def test_a_bad_configuration_ends_with_two_and_names_the_key(tmp_path, caplog):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"service": {"gatway_port": 1}}))
+
+    with caplog.at_level(logging.ERROR):
+        assert main(["--config", str(path), "--port", "0"]) == 2
+    assert "service.gatway_port" in caplog.text
+
+
+def test_a_taken_port_ends_with_one(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.ERROR):
+        port = taken.getsockname()[1]
+        assert main(["--port", str(port)]) == 1
+    assert f"port {port} cannot be taken" in caplog.text
+
+
+def test_a_back_end_that_is_not_there_ends_with_one(tmp_path, caplog):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model": {"backend": "minicpmo45"}}))
+
+    with caplog.at_level(logging.ERROR):
+        assert main(["--config", str(path), "--port", "0"]) == 1
+    assert "minicpmo45 back end is not part of this version" in caplog.text
+
+
+def test_the_port_answers_before_torch_is_imported():
+    """The port has three seconds; importing torch alone may take longer."""
+    code = "import sys, worker.__main__; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert out.stdout.strip() == "False"
+
+
+@pytest.mark.weights
+def test_a_worker_process_answers_at_once_and_ends_with_zero_on_sigterm(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "worker", "--port", str(port)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert f"listening port={port}" in line
+        transport = httpx.HTTPTransport(retries=5)
+        with httpx.Client(transport=transport, trust_env=False, timeout=3) as client:
+            health = client.get(f"http://127.0.0.1:{port}/health").json()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+
+    assert health["status"] in ("initializing", "healthy")
+    assert process.returncode == 0
+
+
+def test_the_shipped_warm_up_clip_can_be_played():
+    assert WARM_UP_CLIP.exists()
+    assert len(warm_up_chunks(WARM_UP_CLIP)) > ANSWER_S

@@ -1,0 +1,345 @@
+"""The life of a worker process: its stages, its state, its health, its end.
+
+`Lifecycle` owns the worker's state. The stages of the start run on the thread that serves the
+language lane afterwards (what the compiler makes is bound to its thread), while the event loop
+answers `/health`. The model is built inside the first stage, so a worker's port is there before
+anything heavy has been imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shared.errors import EngineFault, OmniError
+from shared.protocol import RequestType, StageReport, WorkerHealth
+from shared.states import WORKER_EDGES, StateMachine, WorkerState
+from worker.engine.engine import Engine
+from worker.engine.gpu_thread import LaneThreads
+from worker.engine.slots import SlotTable
+from worker.models.contract import DuplexModel, Progress
+from worker.sessions.duplex import DuplexSession, SessionHost, SessionLimits, SessionStats
+from worker.sessions.failures import WorkerStopping
+from worker.sessions.media import MediaDecoder
+
+log = logging.getLogger(__name__)
+
+LANGUAGE_LANE = "language"
+"""Lane of the stages, of cleaning, and of each back end's language ops."""
+
+EXIT_STOPPED = 0
+EXIT_START_FAILED = 1
+EXIT_FAULT = 70
+
+DRAIN_TIMEOUT_S = 5.0
+"""How long the sessions of a stopping worker may take to end."""
+
+FAULT_TIMEOUT_S = 2.0
+"""The same after a fault: the process has to be gone soon, so that it is started again."""
+
+GIVE_UP_FACTOR = 2.0
+"""A compute thread stuck for this many times `stuck_after_s` is taken for lost."""
+
+_BUSY_WORDS: dict[RequestType, str] = {
+    "omni_duplex": "duplex_active",
+    "audio_duplex": "duplex_active",
+    "half_duplex_audio": "busy_half_duplex",
+    "chat": "busy_chat",
+}
+
+WarmUp = Callable[[SessionHost, Progress], Awaitable[object]]
+"""Plays a real session through the host; raises if it does not go through."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """The few values of the configuration that a worker's life depends on."""
+
+    backend: str
+    n_slots: int
+    gpu_id: int | None = None
+    stuck_after_s: float = 30.0
+    limits: SessionLimits = field(default_factory=SessionLimits)
+
+
+@dataclass(slots=True)
+class _Stage:
+    name: str
+    started_at: float
+    ended_at: float | None = None
+    progress: float = 0.0
+    note: str = ""
+
+    def report(self, share: float, note: str) -> None:
+        """Called from the stage's own thread."""
+        self.progress = min(1.0, max(0.0, share))
+        self.note = note
+
+    def elapsed_s(self, now: float) -> float:
+        return (self.ended_at if self.ended_at is not None else now) - self.started_at
+
+
+class Lifecycle:
+    """Starts a worker, keeps its state, ends it. Lives on the event loop.
+
+    Args:
+        build: makes the back end; called on the language lane's thread, may import what it
+            likes there.
+        warm_up: the last stage, handed in so that this module knows no script.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        build: Callable[[], DuplexModel],
+        warm_up: WarmUp,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.host: SessionHost | None = None
+        """Where sessions run; None until the model is there."""
+        self._build = build
+        self._warm_up = warm_up
+        self._clock = clock
+        self._machine = StateMachine("worker", WorkerState.LOADING, WORKER_EDGES, clock)
+        self._threads = LaneThreads(clock)
+        self._engine: Engine | None = None
+        self._media = MediaDecoder()
+        self._stages: list[_Stage] = []
+        self._started_at = clock()
+        self._reason = ""
+        self._loop = asyncio.get_running_loop()
+        self._fault: asyncio.Future[EngineFault] = self._loop.create_future()
+        self._exit: asyncio.Future[int] = self._loop.create_future()
+
+    @property
+    def state(self) -> WorkerState:
+        return self._machine.state
+
+    @property
+    def accepts_sessions(self) -> bool:
+        return self.state is WorkerState.READY and not self._is_stuck()
+
+    async def run(self) -> int:
+        """Start the worker and keep it until it is stopped or fails; returns the exit code."""
+        parts = [
+            self._loop.create_task(self._start()),
+            self._loop.create_task(self._watch_threads()),
+        ]
+        try:
+            code = await self._exit
+            await self._sessions_gone(DRAIN_TIMEOUT_S if code == EXIT_STOPPED else FAULT_TIMEOUT_S)
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.wait(parts, timeout=FAULT_TIMEOUT_S)
+            if not self._fault.done():
+                # A clean-up that waits for a hanging thread would keep the process from ending.
+                self._fault.set_result(EngineFault("the worker has ended"))
+            await asyncio.gather(*parts, return_exceptions=True)
+            self._threads.stop()
+            self._media.close()
+        is_ended = await asyncio.to_thread(self._threads.join, FAULT_TIMEOUT_S)
+        log.info("worker ends exit_code=%d threads_ended=%s", code, is_ended)
+        return code
+
+    def request_stop(self) -> None:
+        """Take no new sessions, end the ones there are, then exit with 0."""
+        if not self._machine.can(WorkerState.DRAINING):
+            return
+        self._machine.to(WorkerState.DRAINING, "asked to stop")
+        for session in self._sessions():
+            session.end("draining", WorkerStopping("The worker is shutting down"))
+        self._leave(EXIT_STOPPED)
+
+    def on_fault(self, fault: EngineFault) -> None:
+        """The device is lost, or a slot cannot be cleaned; may be called from any thread."""
+        self._loop.call_soon_threadsafe(self._fail, fault)
+
+    def health(self) -> WorkerHealth:
+        """What `/health` says; reads only what is in memory."""
+        now = self._clock()
+        stage = self._stages[-1] if self._stages else None
+        loading = self.state is WorkerState.LOADING
+        sessions = self._sessions()
+        newest = sessions[-1] if sessions else None
+        stats = self.host.stats if self.host else SessionStats()
+        is_ready = self.state is WorkerState.READY
+        status, worker_status = self._words()
+        return WorkerHealth(
+            status=status,
+            worker_status=worker_status,
+            gpu_id=self.settings.gpu_id,
+            model_loaded=is_ready or self.state is WorkerState.DRAINING,
+            current_session_id=newest.session_id if newest else None,
+            total_requests=stats.n_units,
+            avg_inference_time_ms=round(stats.mean_unit_ms, 1),
+            kv_cache_length=newest.kv_tokens if newest else 0,
+            slots_total=self.settings.n_slots,
+            slots_free=self.host.slots.n_free if self.host and is_ready else 0,
+            backend=self.settings.backend,
+            stage=stage.name if stage and loading else None,
+            stage_progress=(stage.progress if stage else 0.0) if loading else 1.0,
+            stage_elapsed_s=round(stage.elapsed_s(now), 2) if stage and loading else 0.0,
+            eta_s=_eta_s(stage, now) if stage and loading else None,
+            stages=[
+                StageReport(s.name, round(s.elapsed_s(now), 2), s.ended_at is not None, s.note)
+                for s in self._stages
+            ],
+            reason=self._reason or self._stuck_reason(),
+            pid=os.getpid(),
+        )
+
+    # ---- start
+
+    async def _start(self) -> None:
+        try:
+            await self._run_stages()
+        except Exception as error:
+            if self.state is WorkerState.LOADING:
+                stage = self._stages[-1].name if self._stages else "start"
+                # What is expected to go wrong says all in its text; the rest needs a traceback.
+                trace = None if isinstance(error, OmniError) else error
+                log.error("start failed stage=%s: %s", stage, error, exc_info=trace)
+                self._reason = f"{stage}: {error}"
+                self._machine.to(WorkerState.FAILED, f"stage {stage} failed")
+                self._leave(EXIT_START_FAILED)
+            return
+        if self.state is WorkerState.LOADING:
+            self._machine.to(
+                WorkerState.READY, f"started in {self._clock() - self._started_at:.1f} s"
+            )
+
+    async def _run_stages(self) -> None:
+        n_slots = self.settings.n_slots
+        model = await self._stage("load_model", self._load)
+
+        def init(progress: Progress) -> None:
+            model.init_unified(n_slots, progress)
+
+        await self._stage("init_unified", lambda progress: self._on_lane(init, progress))
+        await self._stage(
+            "apply_torch_compile",
+            lambda progress: self._on_lane(model.apply_torch_compile, progress),
+        )
+        host = self._serve(model)
+        await self._stage("warmup_compile", lambda progress: self._warm_up(host, progress))
+        host.stats = SessionStats()
+
+    async def _load(self, progress: Progress) -> DuplexModel:
+        def build_and_load(progress: Progress) -> DuplexModel:
+            model = self._build()
+            model.load_model(progress)
+            return model
+
+        return await self._on_lane(build_and_load, progress)
+
+    def _serve(self, model: DuplexModel) -> SessionHost:
+        self._engine = Engine(model, self._clock, self.on_fault)
+        self._threads.serve(self._engine)
+        self.host = SessionHost(
+            model=model,
+            engine=self._engine,
+            slots=SlotTable(self.settings.n_slots),
+            media=self._media,
+            call=self._call,
+            on_broken=self.on_fault,
+            fault=self._fault,
+            limits=self.settings.limits,
+        )
+        return self.host
+
+    async def _stage(self, name: str, work: Callable[[Progress], Awaitable[Any]]) -> Any:
+        stage = _Stage(name, self._clock())
+        self._stages.append(stage)
+        log.info("stage started name=%s", name)
+        value = await work(stage.report)
+        stage.ended_at = self._clock()
+        stage.progress = 1.0
+        elapsed_s = stage.elapsed_s(stage.ended_at)
+        log.info("stage done name=%s elapsed_s=%.2f note=%s", name, elapsed_s, stage.note)
+        return value
+
+    def _call(self, fn: Callable[[], Any]) -> Future[Any]:
+        return self._threads.call(LANGUAGE_LANE, fn)
+
+    async def _on_lane(self, fn: Callable[[Progress], Any], progress: Progress) -> Any:
+        return await asyncio.wrap_future(self._call(lambda: fn(progress)))
+
+    # ---- end
+
+    def _fail(self, fault: EngineFault) -> None:
+        if self._fault.done() or not self._machine.can(WorkerState.FAILED):
+            return
+        self._reason = str(fault)
+        self._machine.to(WorkerState.FAILED, str(fault))
+        self._fault.set_result(fault)
+        self._leave(EXIT_FAULT)
+
+    def _leave(self, code: int) -> None:
+        if not self._exit.done():
+            self._exit.set_result(code)
+
+    async def _sessions_gone(self, timeout_s: float) -> None:
+        closing = [self._loop.create_task(s.closed.wait()) for s in self._sessions()]
+        if not closing:
+            return
+        _, late = await asyncio.wait(closing, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        if late:
+            log.warning("sessions did not end in time n_sessions=%d", len(late))
+
+    # ---- watching
+
+    async def _watch_threads(self) -> None:
+        """Say when a compute thread hangs, and take it for lost when it hangs for too long."""
+        was_stuck = False
+        while True:
+            await asyncio.sleep(min(1.0, self.settings.stuck_after_s / 4))
+            stuck = self._is_stuck()
+            if stuck and not was_stuck:
+                log.error("compute thread stuck for_s=%.1f", self._threads.stuck_for())
+            was_stuck = stuck
+            give_up_s = GIVE_UP_FACTOR * self.settings.stuck_after_s
+            if stuck and self._engine is not None and self._threads.stuck_for() > give_up_s:
+                self._engine.fail(EngineFault(self._stuck_reason()))
+
+    def _is_stuck(self) -> bool:
+        # While loading, one call is one stage and takes minutes.
+        serves = self.state in (WorkerState.READY, WorkerState.DRAINING)
+        return serves and self._threads.stuck_for() > self.settings.stuck_after_s
+
+    def _stuck_reason(self) -> str:
+        if not self._is_stuck():
+            return ""
+        return f"a compute thread has been stuck for {self._threads.stuck_for():.0f} s"
+
+    def _words(self) -> tuple[Literal["healthy", "initializing", "error"], str]:
+        """`status` and `worker_status` of the wire."""
+        if self.state is WorkerState.FAILED or self._is_stuck():
+            return "error", "error"
+        if self.state is WorkerState.LOADING:
+            return "initializing", "loading"
+        if self.state is WorkerState.DRAINING:
+            return "healthy", "draining"
+        sessions = self._sessions()
+        if not sessions or (self.host and self.host.slots.n_free):
+            return "healthy", "idle"
+        return "healthy", _BUSY_WORDS[sessions[-1].request_type]
+
+    def _sessions(self) -> list[DuplexSession]:
+        return list(self.host.sessions.values()) if self.host else []
+
+
+def _eta_s(stage: _Stage, now: float) -> float | None:
+    """Seconds to the end of a stage, from the share it has done; None while that says little."""
+    if stage.progress < 0.05:
+        return None
+    return round(stage.elapsed_s(now) * (1.0 - stage.progress) / stage.progress, 1)
