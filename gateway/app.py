@@ -1,0 +1,104 @@
+"""The gateway as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from gateway import eta
+from gateway.clock import Clock
+from gateway.context import Gateway
+from gateway.faults import FaultDesk
+from gateway.pool import Address, Pool
+from gateway.routes import duplex, health, pages, queue
+from gateway.security import Guard, GuardMiddleware
+from gateway.tickets import TicketQueue
+from shared.config import Config
+from shared.errors import BadMessage, OmniError
+
+STATIC_DIR = Path(__file__).parent / "static"
+
+
+def create_app(
+    config: Config,
+    workers: Sequence[Address],
+    clock: Clock | None = None,
+    static_dir: Path = STATIC_DIR,
+) -> FastAPI:
+    """Return the application; its workers are polled from its start-up to its shutdown.
+
+    Args:
+        config: the validated configuration.
+        workers: where the workers listen; none of them has to be up.
+        clock: replaced by tests.
+        static_dir: the page tree, with an `index.html`.
+    """
+    clock = clock or Clock()
+    # The legs to the workers are local: a proxy named in the environment must not get them.
+    client = httpx.AsyncClient(trust_env=False)
+    pool = Pool(workers, client, clock)
+    durations_s = eta.base_durations(config.service)
+    gateway = Gateway(
+        config=config,
+        clock=clock,
+        pool=pool,
+        queue=TicketQueue(pool, config.service.max_queue_size, durations_s, clock),
+        guard=Guard(config.security),
+        desk=FaultDesk(),
+        static_dir=static_dir,
+        durations_s=durations_s,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        polling = asyncio.create_task(pool.run())
+        try:
+            yield
+        finally:
+            await gateway.drain()
+            polling.cancel()
+            with suppress(asyncio.CancelledError):
+                await polling
+            await client.aclose()
+
+    app = FastAPI(title="Omni Duplex Gateway", lifespan=lifespan)
+    app.state.gateway = gateway
+    for module in (health, queue, duplex, pages):
+        app.include_router(module.router)
+    app.add_middleware(GuardMiddleware, guard=gateway.guard, desk=gateway.desk)
+    _add_error_handlers(app, gateway.desk)
+    return app
+
+
+def _add_error_handlers(app: FastAPI, desk: FaultDesk) -> None:
+    """Give every HTTP error the one shape `{"detail": str, "slug": str}`."""
+
+    async def fail(request: Request, error: Exception) -> JSONResponse:
+        fault = desk.translate(error, request.url.path)
+        return JSONResponse(fault.body, fault.http_status, dict(fault.headers))
+
+    async def fail_validation(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return await fail(request, BadMessage(f"{where}: {first['msg']}"))
+
+    async def fail_route(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        slug = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+        return JSONResponse(
+            {"detail": error.detail, "slug": slug}, error.status_code, dict(error.headers or {})
+        )
+
+    app.add_exception_handler(OmniError, fail)
+    app.add_exception_handler(RequestValidationError, fail_validation)
+    app.add_exception_handler(HTTPException, fail_route)
+    app.add_exception_handler(Exception, fail)

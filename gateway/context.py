@@ -1,0 +1,75 @@
+"""What the routes of one gateway share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.requests import HTTPConnection
+
+from gateway.clock import Clock
+from gateway.faults import FaultDesk
+from gateway.inbox import HeldBytes
+from gateway.link import Background
+from gateway.offload import LargeFrames
+from gateway.pool import Pool
+from gateway.security import Guard
+from gateway.tickets import TicketQueue
+from shared.config import Config
+from shared.protocol import RequestType
+
+log = logging.getLogger(__name__)
+
+TELL_TIMEOUT_S = 5.0
+CLEANUP_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Gateway:
+    config: Config
+    clock: Clock
+    pool: Pool
+    queue: TicketQueue
+    guard: Guard
+    desk: FaultDesk
+    static_dir: Path
+    durations_s: Mapping[RequestType, float]
+    """Expected length of a session by request type."""
+    large: LargeFrames = field(default_factory=LargeFrames)
+    held: HeldBytes = field(default_factory=HeldBytes)
+    background: Background = field(default_factory=Background)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the gateway goes down: sessions end with `server_shutdown`."""
+    n_diagnostics: int = 0
+    sessions: set[asyncio.Task[object]] = field(default_factory=set)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Count the running task as a session that `drain` waits for."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.sessions.add(task)
+        try:
+            yield
+        finally:
+            self.sessions.discard(task)
+
+    async def drain(self) -> None:
+        """Tell every session that the gateway goes down, then wait until the workers are free."""
+        self.closing.set()
+        sessions = list(self.sessions)
+        if sessions:
+            log.info("draining sessions=%d", len(sessions))
+            await asyncio.wait(sessions, timeout=TELL_TIMEOUT_S)
+        await self.background.settle(CLEANUP_TIMEOUT_S)
+
+
+def gateway_of(connection: HTTPConnection) -> Gateway:
+    """The gateway that a request or a socket came to (a FastAPI dependency)."""
+    gateway = connection.app.state.gateway
+    assert isinstance(gateway, Gateway)
+    return gateway

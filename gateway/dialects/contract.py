@@ -1,0 +1,48 @@
+"""What every dialect gives to the relay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.tickets import Place
+from shared.protocol import Command, Event
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """Something a client reports about itself; counted and dropped."""
+
+
+class Dialect(Protocol):
+    """One outside protocol, for one session. Pure translation; knows no socket and no clock."""
+
+    def parse(self, frame: str) -> Command | Diagnostic:
+        """Return what a client's text frame asks for; an `Input` has seq -1.
+
+        Raises:
+            NotJson: the frame is no JSON; the session ends.
+            BadMessage: it is JSON but asks for something impossible; the session goes on.
+        """
+
+    def queued(self, ticket_id: str, place: Place) -> str: ...
+
+    def queue_update(self, place: Place) -> str: ...
+
+    def queue_done(self) -> str: ...
+
+    def event(self, event: Event, wall_clock_ms: float, sent_at: float) -> str | None:
+        """Return the frame of a worker's event, None for one that this dialect does not show.
+
+        Args:
+            event: any event but `Failure` and `Closed`, which are the relay's to judge.
+            wall_clock_ms: for a `Result`, from its chunk's arrival at the gateway to now.
+            sent_at: Unix seconds.
+        """
+
+    def dropped(self, wall_clock_ms: float, sent_at: float) -> str:
+        """Return the answer to a chunk that the gateway had to drop."""
+
+    def failure(self, slug: str, message: str) -> str: ...
+
+    def stopped(self) -> str: ...

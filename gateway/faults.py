@@ -1,0 +1,78 @@
+"""The one place that turns an exception into what a client is told, and counts it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shared.errors import OmniError
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 5
+MAX_CLOSE_REASON_BYTES = 123
+"""RFC 6455: a control frame holds 125 bytes, two of them the code."""
+
+
+class WorkerFailure(OmniError):
+    """A failure that a worker named; slug and close code are its own."""
+
+    def __init__(self, slug: str, message: str, close_code: int) -> None:
+        super().__init__(message)
+        self.worker_slug = slug
+        self.close_code = close_code
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What a client is told: `ws_close` None means that its session goes on."""
+
+    slug: str
+    message: str
+    ws_close: int | None
+    http_status: int
+
+    @property
+    def close_reason(self) -> str:
+        raw = self.message.encode()[:MAX_CLOSE_REASON_BYTES]
+        return raw.decode(errors="ignore")
+
+    @property
+    def body(self) -> dict[str, str]:
+        return {"detail": self.message, "slug": self.slug}
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        if self.http_status in (429, 503):
+            return {"Retry-After": str(RETRY_AFTER_S)}
+        return {"WWW-Authenticate": "Bearer"} if self.http_status == 401 else {}
+
+
+def fault_of(error: OmniError) -> Fault:
+    if isinstance(error, WorkerFailure):
+        return Fault(error.worker_slug, str(error), error.close_code, 502)
+    return Fault(error.slug, str(error), error.ws_close, error.http_status)
+
+
+class FaultDesk:
+    """Translates exceptions and keeps the number of each slug."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def translate(self, error: BaseException, where: str) -> Fault:
+        """Return what the client is told; text of unknown exceptions stays in the log.
+
+        Args:
+            error: anything; an unknown one is logged with its traceback, once, here.
+            where: session id or path, for the client to quote and for the log.
+        """
+        if isinstance(error, OmniError):
+            fault = fault_of(error)
+        else:
+            log.error("unexpected failure where=%s", where, exc_info=error)
+            fault = Fault("internal", f"Internal error ({where})", 1011, 500)
+        self.counts[fault.slug] += 1
+        return fault

@@ -1,0 +1,153 @@
+"""What one client has sent and its worker has not taken yet, and the order of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+
+from shared.audio import F32_BYTES
+from shared.errors import BadMessage
+from shared.limits import INPUT_SAMPLE_RATE_HZ, MAX_FRAME_BYTES, MAX_INBOX_UNITS, MIB
+from shared.protocol import Command, Input, Prepare
+
+MAX_HELD_AUDIO_BYTES = MAX_INBOX_UNITS * INPUT_SAMPLE_RATE_HZ * F32_BYTES
+"""As much audio as a worker's own inbox holds: a replay of more would be dropped there."""
+
+MAX_HELD_BYTES = 16 * MIB
+"""Frames, voices and audio of one client; one single chunk may be larger."""
+
+MAX_HELD_COMMANDS = 256
+MAX_HELD_BYTES_IN_ALL = 4 * MAX_FRAME_BYTES
+
+
+class HeldBytes:
+    """What all inboxes of the process hold together."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One accepted audio chunk, from its arrival to its answer."""
+
+    arrived_at: float
+    seq: int | None = None
+    """Its number on the worker's leg; None = not sent yet."""
+    is_dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    command: Command
+    n_bytes: int
+    n_audio_bytes: int
+    chunk: Chunk | None
+
+
+class Inbox:
+    """A bounded line of commands. Too much audio drops the oldest chunk, never a command."""
+
+    def __init__(self, held: HeldBytes) -> None:
+        self._held = held
+        self._entries: deque[Entry] = deque()
+        self._n_bytes = 0
+        self._n_audio_bytes = 0
+        self._filled = asyncio.Event()
+        self._unanswered: deque[Chunk] = deque()
+        self._next_seq = 0
+
+    @property
+    def n_unanswered(self) -> int:
+        return len(self._unanswered)
+
+    def put(self, command: Command, arrived_at: float) -> None:
+        """Add a command at the end.
+
+        Raises:
+            BadMessage: too much is held already and nothing of it may be dropped.
+        """
+        entry = _entry(command, arrived_at)
+        self._make_room(entry)
+        self._entries.append(entry)
+        self._account(entry, 1)
+        if entry.chunk is not None:
+            self._unanswered.append(entry.chunk)
+        self._filled.set()
+
+    async def get(self) -> Command:
+        """Remove and return the oldest command; chunks are numbered as they leave."""
+        while not self._entries:
+            self._filled.clear()
+            await self._filled.wait()
+        entry = self._entries.popleft()
+        self._account(entry, -1)
+        if entry.chunk is None or not isinstance(entry.command, Input):
+            return entry.command
+        entry.chunk.seq = self._next_seq
+        self._next_seq += 1
+        return msgspec.structs.replace(entry.command, seq=entry.chunk.seq)
+
+    def answered(self, seq: int) -> Chunk | None:
+        """Take the chunk that the worker has answered; None = it never got such a chunk."""
+        for chunk in self._unanswered:
+            if chunk.seq == seq:
+                self._unanswered.remove(chunk)
+                return chunk
+        return None
+
+    def due_drops(self) -> list[Chunk]:
+        """Take the dropped chunks whose turn to be answered has come."""
+        due = []
+        while self._unanswered and self._unanswered[0].is_dropped:
+            due.append(self._unanswered.popleft())
+        return due
+
+    def close(self) -> None:
+        """Forget everything that is held."""
+        self._held.total -= self._n_bytes
+        self._n_bytes = self._n_audio_bytes = 0
+        self._entries.clear()
+
+    def _make_room(self, new: Entry) -> None:
+        while self._is_over(new):
+            oldest = next((e for e in self._entries if e.chunk is not None), None)
+            if oldest is None:
+                break
+            assert oldest.chunk is not None
+            oldest.chunk.is_dropped = True
+            self._entries.remove(oldest)
+            self._account(oldest, -1)
+        is_lone_chunk = new.chunk is not None and self._n_bytes + new.n_bytes <= MAX_FRAME_BYTES
+        if self._held.total + new.n_bytes > MAX_HELD_BYTES_IN_ALL or (
+            self._is_over(new) and not is_lone_chunk
+        ):
+            raise BadMessage("too much input is waiting already; send it again after queue_done")
+
+    def _is_over(self, new: Entry) -> bool:
+        return (
+            self._n_bytes + new.n_bytes > MAX_HELD_BYTES
+            or (
+                new.chunk is not None
+                and self._n_audio_bytes + new.n_audio_bytes > MAX_HELD_AUDIO_BYTES
+            )
+            or len(self._entries) >= MAX_HELD_COMMANDS
+        )
+
+    def _account(self, entry: Entry, sign: int) -> None:
+        self._n_bytes += sign * entry.n_bytes
+        self._n_audio_bytes += sign * entry.n_audio_bytes
+        self._held.total += sign * entry.n_bytes
+
+
+def _entry(command: Command, arrived_at: float) -> Entry:
+    if isinstance(command, Input):
+        n_bytes = len(command.audio) + sum(len(frame) for frame in command.frames)
+        return Entry(command, n_bytes, len(command.audio), Chunk(arrived_at))
+    if isinstance(command, Prepare):
+        n_bytes = len(command.reference_voice) + len(command.tts_reference_voice)
+        return Entry(command, n_bytes, 0, None)
+    return Entry(command, 0, 0, None)

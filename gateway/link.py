@@ -1,0 +1,173 @@
+"""One session's connection to its worker. It owns the lease until the slot is known to be clean."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+from websockets.typing import Subprotocol
+
+from gateway.faults import WorkerFailure
+from gateway.offload import LargeFrames
+from gateway.pool import Lease
+from shared.errors import BadMessage, NoFreeSlot, WorkerLost
+from shared.limits import MAX_FRAME_BYTES, WS_PING_INTERVAL_S, WS_PING_TIMEOUT_S
+from shared.protocol import (
+    SESSION_PATH,
+    SUBPROTOCOL,
+    Closed,
+    Command,
+    Event,
+    Failure,
+    Open,
+    Opened,
+    Stop,
+    decode_event,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 5.0
+CLEANUP_TIMEOUT_S = 15.0
+"""From `Stop` to `Closed`; a worker that needs longer is not trusted until its next report."""
+
+CLOSE_TIMEOUT_S = 2.0
+
+
+class Background:
+    """Holds tasks that outlive their session (a worker's clean-up), so that they can be awaited."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait for all of them; cancel what is left after `timeout_s`."""
+        tasks = list(self._tasks)
+        if not tasks:
+            return
+        _, late = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+
+class WorkerLink:
+    def __init__(self, lease: Lease, background: Background, large: LargeFrames) -> None:
+        self._lease = lease
+        self._background = background
+        self._large = large
+        self._connection: ClientConnection | None = None
+        self._is_stop_sent = False
+        self._is_closed = False
+        self._is_broken = False
+        self._is_retired = False
+
+    @property
+    def worker_name(self) -> str:
+        return self._lease.worker.name
+
+    async def open(self, message: Open) -> None:
+        """Connect and open the session.
+
+        Raises:
+            WorkerLost: the worker cannot be reached or does not answer.
+            NoFreeSlot: it has less room than it last reported.
+            WorkerFailure: it refused for another reason.
+        """
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                self._connection = await connect(
+                    f"ws://{self._lease.worker.address}{SESSION_PATH}",
+                    subprotocols=[Subprotocol(SUBPROTOCOL)],
+                    max_size=MAX_FRAME_BYTES,
+                    compression=None,
+                    ping_interval=WS_PING_INTERVAL_S,
+                    ping_timeout=WS_PING_TIMEOUT_S,
+                    close_timeout=CLOSE_TIMEOUT_S,
+                    # The leg is local: a proxy named in the environment must not get it.
+                    proxy=None,
+                )
+                await self.send(message)
+                answer = await self.receive()
+        except (OSError, WebSocketException, TimeoutError) as error:
+            self._is_broken = True
+            raise WorkerLost("The worker cannot be reached") from error
+        if isinstance(answer, Failure):
+            if answer.slug == NoFreeSlot.slug:
+                self._lease.worker.mark_full()
+                raise NoFreeSlot(answer.message)
+            raise WorkerFailure(answer.slug, answer.message, answer.close_code or 1011)
+        if not isinstance(answer, Opened):
+            self._is_broken = True
+            raise WorkerLost("The worker did not open the session")
+
+    async def send(self, command: Command) -> None:
+        """Raises WorkerLost when the connection has ended."""
+        assert self._connection is not None
+        self._is_stop_sent |= isinstance(command, Stop)
+        try:
+            await self._connection.send(encode(command))
+        except ConnectionClosed as error:
+            self._is_broken = True
+            raise WorkerLost("The connection to the worker was lost") from error
+
+    async def receive(self) -> Event:
+        """Return the worker's next event.
+
+        Raises:
+            WorkerLost: the connection ended, or the worker speaks another protocol.
+        """
+        assert self._connection is not None
+        try:
+            frame = await self._connection.recv(decode=False)
+            event = await self._large.run(len(frame), decode_event, frame)
+        except ConnectionClosed as error:
+            self._is_broken = True
+            raise WorkerLost("The connection to the worker was lost") from error
+        except BadMessage as error:
+            self._is_broken = True
+            raise WorkerLost("The worker speaks another protocol version") from error
+        self._is_closed |= isinstance(event, Closed)
+        return event
+
+    def retire(self, reason: str) -> None:
+        """End the session on the worker in the background, then give the lease back.
+
+        Never waits, so it may be called while a cancellation is under way; a second call does
+        nothing.
+        """
+        if not self._is_retired:
+            self._is_retired = True
+            self._background.spawn(self._close(reason))
+
+    async def _close(self, reason: str) -> None:
+        connection = self._connection
+        try:
+            if connection is not None and not self._is_closed and not self._is_broken:
+                async with asyncio.timeout(CLEANUP_TIMEOUT_S):
+                    if not self._is_stop_sent:
+                        await self.send(Stop(reason))
+                    while not self._is_closed:
+                        await self.receive()
+        except (WorkerLost, TimeoutError) as error:
+            self._is_broken = True
+            log.warning("worker did not clean up worker=%s error=%s", self.worker_name, error)
+        finally:
+            try:
+                if connection is not None:
+                    await connection.close()
+            finally:
+                self._lease.release(broken=self._is_broken)

@@ -1,0 +1,275 @@
+"""The workers as the gateway sees them, and the right to use one of their slots.
+
+A worker is polled by a task of its own, so a slow one delays nobody. The gateway counts the
+leases it gave; a poll only adds what it cannot know itself (loading, failed, slots in use by
+others). A worker whose connection broke gets no session until a later poll was good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+
+from gateway.clock import Clock
+from shared.protocol import RequestType, WorkerHealth
+
+log = logging.getLogger(__name__)
+
+POLL_NOT_READY_S = 1.0
+POLL_READY_S = 2.0
+POLL_TIMEOUT_S = 3.0
+RESTART_GRACE_S = 20.0
+"""A worker that has been offline or in error for less counts as restarting: a failed worker
+exits, and its launcher brings it back."""
+
+BUSY_WORD: dict[RequestType, str] = {
+    "omni_duplex": "duplex_active",
+    "audio_duplex": "duplex_active",
+    "half_duplex_audio": "busy_half_duplex",
+    "chat": "busy_chat",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Lease:
+    """The right to one slot of a worker, until `release`."""
+
+    def __init__(
+        self, pool: Pool, worker: Worker, session_id: str, request_type: RequestType, at: float
+    ) -> None:
+        self._pool = pool
+        self.worker = worker
+        self.session_id = session_id
+        self.request_type = request_type
+        self.started_at = at
+        self.released = False
+
+    def release(self, *, broken: bool = False) -> None:
+        """Give the slot back; further calls do nothing.
+
+        Args:
+            broken: the worker's connection ended before it said that the slot is clean.
+        """
+        if not self.released:
+            self.released = True
+            self._pool.take_back(self, broken)
+
+
+class Worker:
+    """One worker: its last health report and the gateway's own leases on it."""
+
+    def __init__(self, index: int, address: Address, now: float) -> None:
+        self.index = index
+        self.address = address
+        self.health: WorkerHealth | None = None
+        self.seen_at: float | None = None
+        self.is_offline = True
+        self.down_since: float | None = now
+        """Since when it has been offline or in error; None = neither."""
+        self.suspended = False
+        self.failed = False
+        """It answered, but with something that is no health report."""
+        self.leases: list[Lease] = []
+        self.poke = asyncio.Event()
+        self._overlapping: set[Lease] = set()
+        self._n_foreign = 0
+        self._n_breaks = 0
+        self._polled_breaks = 0
+
+    @property
+    def name(self) -> str:
+        return f"worker_{self.index}"
+
+    @property
+    def in_rotation(self) -> bool:
+        health = self.health
+        return (
+            not self.is_offline
+            and not self.suspended
+            and not self.failed
+            and health is not None
+            and health.status == "healthy"
+            and health.worker_status not in ("loading", "error", "draining")
+        )
+
+    @property
+    def slots_total(self) -> int:
+        return self.health.slots_total if self.health else 0
+
+    @property
+    def slots_free(self) -> int:
+        if not self.in_rotation:
+            return 0
+        return max(0, self.slots_total - len(self.leases) - self._n_foreign)
+
+    @property
+    def n_foreign(self) -> int:
+        """Slots that were in use by others at the last poll."""
+        return self._n_foreign
+
+    @property
+    def status(self) -> str:
+        """The wire's word for what this worker is doing."""
+        if self.is_offline:
+            return "offline"
+        if self.failed or self.health is None or self.health.status == "error":
+            return "error"
+        if self.suspended:
+            return "offline"
+        if not self.in_rotation:
+            return self.health.worker_status
+        if self.slots_free > 0:
+            return "idle"
+        if self.leases:
+            return BUSY_WORD[self.leases[-1].request_type]
+        return self.health.worker_status
+
+    def is_starting(self, now: float) -> bool:
+        """Whether it may become ready without anybody's help."""
+        if self.down_since is not None:
+            return now - self.down_since < RESTART_GRACE_S
+        return self.suspended or self.status == "loading"
+
+    def begin_poll(self) -> None:
+        self._overlapping = set(self.leases)
+        self._polled_breaks = self._n_breaks
+
+    def observe(self, health: WorkerHealth, now: float) -> None:
+        """Take in the answer to the poll that `begin_poll` began."""
+        self.health = health
+        self.seen_at = now
+        self.is_offline = self.failed = False
+        self._note_down(health.status == "error", now)
+        # A lease that began or ended while the poll was under way may or may not be in its
+        # numbers; counting it as ours keeps a slot that was just freed from looking taken.
+        in_use = health.slots_total - health.slots_free
+        self._n_foreign = max(0, in_use - len(self._overlapping))
+        # A report that was asked for before the connection broke says nothing about after.
+        if self._polled_breaks == self._n_breaks:
+            self.suspended = False
+
+    def miss(self, now: float, *, answered: bool) -> None:
+        """The poll failed: no answer, or one that makes no sense."""
+        self.failed = answered
+        self.is_offline = not answered
+        if answered:
+            self.seen_at = now
+        self._note_down(True, now)
+
+    def _note_down(self, is_down: bool, now: float) -> None:
+        if not is_down:
+            self.down_since = None
+        elif self.down_since is None:
+            self.down_since = now
+
+    def lend(self, lease: Lease) -> None:
+        self.leases.append(lease)
+        self._overlapping.add(lease)
+
+    def take_back(self, lease: Lease, broken: bool) -> None:
+        self.leases.remove(lease)
+        if broken:
+            self.suspended = True
+            self._n_breaks += 1
+            self.poke.set()
+
+    def mark_full(self) -> None:
+        """The worker refused a session for want of a slot: believe it until the next poll."""
+        # The lease of the refused session is still counted among ours.
+        self._n_foreign = max(self._n_foreign, self.slots_total - len(self.leases) + 1)
+        self.poke.set()
+
+
+class Pool:
+    """All workers; gives out leases, least loaded worker first."""
+
+    def __init__(self, addresses: Sequence[Address], client: httpx.AsyncClient, clock: Clock):
+        self._client = client
+        self._clock = clock
+        now = clock.monotonic()
+        self.workers = [Worker(i, address, now) for i, address in enumerate(addresses)]
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after every change that may free, add or remove a slot."""
+
+    @property
+    def n_ready(self) -> int:
+        return sum(worker.in_rotation for worker in self.workers)
+
+    @property
+    def is_starting(self) -> bool:
+        now = self._clock.monotonic()
+        return any(worker.is_starting(now) for worker in self.workers)
+
+    def leases(self) -> Iterator[Lease]:
+        for worker in self.workers:
+            yield from worker.leases
+
+    def take(self, session_id: str, request_type: RequestType) -> Lease | None:
+        """Lease a slot of the worker with the smallest share of its slots in use; None = full."""
+        free = [worker for worker in self.workers if worker.slots_free > 0]
+        if not free:
+            return None
+        worker = max(free, key=lambda w: (w.slots_free / w.slots_total, -w.index))
+        lease = Lease(self, worker, session_id, request_type, self._clock.monotonic())
+        worker.lend(lease)
+        log.info("lease given worker=%s leased_session=%s", worker.name, session_id)
+        return lease
+
+    def take_back(self, lease: Lease, broken: bool) -> None:
+        lease.worker.take_back(lease, broken)
+        log.info(
+            "lease released worker=%s leased_session=%s broken=%s held_s=%.1f",
+            lease.worker.name,
+            lease.session_id,
+            broken,
+            self._clock.monotonic() - lease.started_at,
+        )
+        self.on_change()
+
+    async def run(self) -> None:
+        """Poll every worker until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for worker in self.workers:
+                group.create_task(self._watch(worker))
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            worker.poke.clear()
+            await self.poll(worker)
+            interval_s = POLL_READY_S if worker.in_rotation else POLL_NOT_READY_S
+            try:
+                async with asyncio.timeout(interval_s):
+                    await worker.poke.wait()
+            except TimeoutError:
+                continue
+
+    async def poll(self, worker: Worker) -> None:
+        """Ask one worker for its health and take in the answer."""
+        before = worker.status
+        worker.begin_poll()
+        try:
+            response = await self._client.get(
+                f"http://{worker.address}/health", timeout=POLL_TIMEOUT_S
+            )
+            health = msgspec.json.decode(response.content, type=WorkerHealth)
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            answered = isinstance(error, msgspec.MsgspecError)
+            worker.miss(self._clock.monotonic(), answered=answered)
+        else:
+            worker.observe(health, self._clock.monotonic())
+        if worker.status != before:
+            log.info("worker seen worker=%s old=%s new=%s", worker.name, before, worker.status)
+        self.on_change()

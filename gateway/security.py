@@ -1,0 +1,161 @@
+"""Who may use the service: API keys, browser origins, sessions per client."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.faults import FaultDesk
+from shared.config import SecurityConfig
+from shared.errors import ForbiddenOrigin, OmniError, TooManySessions, Unauthorized
+
+COOKIE = "omni_api_key"
+COOKIE_SAFE = re.compile(r"[!#-+\--:<-\[\]-~]+")
+"""Characters that a cookie's value may have; a key with others works everywhere but here."""
+
+QUERY_NAMES = ("api_key", "token")
+OPEN_PATHS = frozenset({"/health", "/ready"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+DEFAULT_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
+
+
+class Guard:
+    """Checks every connection against `security.*`."""
+
+    def __init__(self, config: SecurityConfig) -> None:
+        self._keys = tuple(key.encode() for key in (*config.api_keys, *config.admin_keys))
+        self._admin_keys = tuple(key.encode() for key in config.admin_keys)
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in config.allowed_origins)
+        self._max_sessions = config.max_sessions_per_client
+        self._sessions: Counter[str] = Counter()
+
+    def check_key(self, connection: HTTPConnection) -> None:
+        """Raises Unauthorized when keys are configured and none of them was given."""
+        if self._keys and not _matches(self._keys, given_keys(connection)):
+            raise Unauthorized("An API key is needed: Authorization: Bearer <key>")
+
+    def accepts(self, key: str) -> bool:
+        return _matches(self._keys, [key])
+
+    def check_admin(self, connection: HTTPConnection) -> None:
+        """Raises Unauthorized when admin keys are configured and none of them was given."""
+        if self._admin_keys and not _matches(self._admin_keys, given_keys(connection)):
+            raise Unauthorized("An admin key is needed: Authorization: Bearer <key>")
+
+    def check_origin(self, connection: HTTPConnection) -> None:
+        """Raises ForbiddenOrigin for a browser page that is neither ours nor allowed.
+
+        Programs send no Origin header and pass.
+        """
+        origin = connection.headers.get("origin")
+        if origin is None or "*" in self._origins or origin.lower() in self._origins:
+            return
+        if not _is_same_origin(origin, connection.headers.get("host", ""), connection.url.scheme):
+            raise ForbiddenOrigin("Pages of this origin may not use the service")
+
+    @contextmanager
+    def count_session(self, connection: HTTPConnection) -> Iterator[None]:
+        """Hold one of the client's sessions.
+
+        Raises:
+            TooManySessions: the client, told by its key or else its address, has all it may.
+        """
+        client = self._client(connection)
+        if self._max_sessions and self._sessions[client] >= self._max_sessions:
+            raise TooManySessions(f"At most {self._max_sessions} sessions per client")
+        self._sessions[client] += 1
+        try:
+            yield
+        finally:
+            self._sessions[client] -= 1
+            if not self._sessions[client]:
+                del self._sessions[client]
+
+    def _client(self, connection: HTTPConnection) -> str:
+        keys = given_keys(connection) if self._keys else ()
+        if keys:
+            return f"key:{keys[0]}"
+        return connection.client.host if connection.client else "unknown"
+
+
+class GuardMiddleware:
+    """Applies the guard to HTTP routes. WebSocket routes ask it themselves, after accepting,
+    so that the client can be told why."""
+
+    def __init__(self, app: ASGIApp, guard: Guard, desk: FaultDesk) -> None:
+        self._app = app
+        self._guard = guard
+        self._desk = desk
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        connection = HTTPConnection(scope)
+        try:
+            if scope["method"] not in SAFE_METHODS:
+                self._guard.check_origin(connection)
+            self._guard.check_key(connection)
+        except OmniError as error:
+            fault = self._desk.translate(error, scope["path"])
+            response = JSONResponse(fault.body, fault.http_status, dict(fault.headers))
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, self._with_cookie(connection, send))
+
+    def _with_cookie(self, connection: HTTPConnection, send: Send) -> Send:
+        """A page that was opened with the key in its address loads its parts without it."""
+        asked = (connection.query_params.get(name, "") for name in QUERY_NAMES)
+        key = next((key for key in asked if self._guard.accepts(key)), None)
+        if key is None or not COOKIE_SAFE.fullmatch(key):
+            return send
+        secure = "; Secure" if connection.url.scheme == "https" else ""
+        cookie = f"{COOKIE}={key}; HttpOnly; SameSite=Strict; Path=/{secure}".encode()
+
+        async def send_with_cookie(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"set-cookie", cookie)]
+            await send(message)
+
+        return send_with_cookie
+
+
+def given_keys(connection: HTTPConnection) -> tuple[str, ...]:
+    """Return every key the client gave, the most explicit first."""
+    keys = []
+    scheme, _, token = connection.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        keys.append(token.strip())
+    keys += [connection.query_params[n] for n in QUERY_NAMES if connection.query_params.get(n)]
+    if connection.cookies.get(COOKIE):
+        keys.append(connection.cookies[COOKIE])
+    return tuple(keys)
+
+
+def _matches(valid: Sequence[bytes], given: Sequence[str]) -> bool:
+    found = False
+    for key in given:
+        for candidate in valid:
+            # No early exit: the time must not tell how many keys were compared.
+            found |= hmac.compare_digest(candidate, key.encode(errors="surrogateescape"))
+    return found
+
+
+def _is_same_origin(origin: str, host: str, scheme: str) -> bool:
+    try:
+        page = urlsplit(origin)
+        own = urlsplit(f"//{host}")
+        page_port = page.port or DEFAULT_PORTS.get(page.scheme)
+        # A proxy may end TLS in front of us, so the page's scheme decides what "no port" means.
+        own_port = own.port or DEFAULT_PORTS.get(page.scheme) or DEFAULT_PORTS.get(scheme)
+    except ValueError:
+        return False
+    return page.hostname is not None and (page.hostname, page_port) == (own.hostname, own_port)

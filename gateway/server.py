@@ -1,0 +1,211 @@
+"""uvicorn as the gateway runs it: own keepalive, bounded closing, sessions told before exit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from pathlib import Path
+from typing import ClassVar
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn._types import ASGIReceiveEvent
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from gateway.context import Gateway
+from shared.limits import (
+    DEAD_CLIENT_TIMEOUT_S,
+    LARGE_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_LARGE_FRAMES,
+)
+
+log = logging.getLogger(__name__)
+
+PINGS_BEFORE_DEAD = 4
+CLIENT_PING_INTERVAL_S = DEAD_CLIENT_TIMEOUT_S / PINGS_BEFORE_DEAD
+"""A client is gone when it has sent nothing at all, no frame and no pong, while this many pings
+went out. Counting pings instead of seconds forgives a gateway that was itself held up: after a
+pause, what arrived meanwhile is read before the next ping is sent."""
+
+CLOSE_GRACE_S = 5.0
+"""For the closing handshake and unsent bytes; then the connection is cut."""
+
+LARGE_FRAME_TIMEOUT_S = 60.0
+"""From the first bytes beyond the size of ordinary frames to the whole frame being read."""
+
+GRACEFUL_SHUTDOWN_S = 10
+
+
+class LargeFrameGate:
+    """Lets few connections at a time hold a large frame in memory; the others are not read."""
+
+    def __init__(self, permits: int) -> None:
+        self._free = permits
+        self._waiting: deque[ClientProtocol] = deque()
+
+    def enter(self, connection: ClientProtocol) -> bool:
+        """Take a permit, or line up for one and return False."""
+        if self._free > 0:
+            self._free -= 1
+            return True
+        self._waiting.append(connection)
+        return False
+
+    def leave(self) -> None:
+        """Give a permit back; it goes to the connection that has waited longest."""
+        if self._waiting:
+            self._waiting.popleft().admit_large_frame()
+        else:
+            self._free += 1
+
+    def forget(self, connection: ClientProtocol) -> None:
+        if connection in self._waiting:
+            self._waiting.remove(connection)
+
+
+class ClientProtocol(WebSocketsSansIOProtocol):
+    """A client's WebSocket whose peer may vanish, stop reading, or send more than we can hold."""
+
+    gate: ClassVar[LargeFrameGate] = LargeFrameGate(MAX_LARGE_FRAMES)
+    """One for the process: its memory is what is bounded."""
+
+    _n_unheard_pings = 0
+    _has_permit = False
+    _is_gated = False
+    _deadline: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        self._n_unheard_pings = 0
+        super().data_received(data)
+        if self._has_permit or self._is_gated or self._n_pending_bytes <= LARGE_FRAME_BYTES:
+            return
+        if self.gate.enter(self):
+            self._begin_large_frame()
+        else:
+            self._is_gated = True
+            self.transport.pause_reading()
+
+    def admit_large_frame(self) -> None:
+        """The gate's answer to a connection that had to wait."""
+        self._is_gated = False
+        self._n_unheard_pings = 0
+        self._begin_large_frame()
+        self.transport.resume_reading()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        # Asking for the next message says that the one before has been dealt with.
+        if self._n_pending_bytes <= LARGE_FRAME_BYTES and self.queue.empty():
+            self._end_large_frame()
+        return await super().receive()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gate.forget(self)
+        self._end_large_frame()
+        super().connection_lost(exc)
+
+    def send_receive_event_to_app(self) -> None:
+        if self.curr_msg_data_type == "text" and not is_utf8(b"".join(self.frames)):
+            # An empty text is no JSON either, and is refused with a reason instead of a trace.
+            self.frames = [b""]
+        super().send_receive_event_to_app()
+
+    def send_keepalive_ping(self) -> None:
+        if self._n_unheard_pings >= PINGS_BEFORE_DEAD:
+            self.transport.abort()
+            return
+        # A connection that we do not read cannot be heard.
+        self._n_unheard_pings += not self._is_gated
+        super().send_keepalive_ping()
+
+    async def run_asgi(self) -> None:
+        await super().run_asgi()
+        # A peer that does not read would otherwise keep its unsent bytes here for ever.
+        self.loop.call_later(CLOSE_GRACE_S, self.transport.abort)
+
+    @property
+    def _n_pending_bytes(self) -> int:
+        """Received bytes of a message that is not complete yet."""
+        return len(self.conn.reader.buffer) + sum(map(len, self.frames))
+
+    def _begin_large_frame(self) -> None:
+        self._has_permit = True
+        self._deadline = self.loop.call_later(LARGE_FRAME_TIMEOUT_S, self._give_up_large_frame)
+
+    def _end_large_frame(self) -> None:
+        if self._has_permit:
+            self._has_permit = False
+            assert self._deadline is not None
+            self._deadline.cancel()
+            self.gate.leave()
+
+    def _give_up_large_frame(self) -> None:
+        log.warning("large frame took too long limit_s=%g", LARGE_FRAME_TIMEOUT_S)
+        self.transport.abort()
+
+
+def is_utf8(data: bytes) -> bool:
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class GatewayServer(uvicorn.Server):
+    """Serves one gateway; `drain` happens while the clients' sockets are still open."""
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+        super().__init__(config)
+        self._gateway = gateway
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            scheme = "https" if self.config.is_ssl else "http"
+            log.info("listening url=%s://%s:%d", scheme, self.config.host, self.port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        await self._gateway.drain()
+        await super().shutdown(sockets)
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on, once started."""
+        port: int = self.servers[0].sockets[0].getsockname()[1]
+        return port
+
+
+def build_server(
+    app: FastAPI,
+    host: str,
+    port: int,
+    ssl_certfile: Path | None = None,
+    ssl_keyfile: Path | None = None,
+) -> GatewayServer:
+    """Return a server that is ready to `serve()`; port 0 = any free one."""
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        ws=ClientProtocol,
+        ws_max_size=MAX_FRAME_BYTES,
+        ws_ping_interval=CLIENT_PING_INTERVAL_S,
+        # `ClientProtocol` judges by silence, not by one late pong.
+        ws_ping_timeout=None,
+        # Base64 audio hardly shrinks, and compressing it would cost a core.
+        ws_per_message_deflate=False,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+    )
+    return GatewayServer(config, app.state.gateway)

@@ -1,0 +1,191 @@
+"""The process and its sockets: command line, dead clients, clients that stop reading."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from gateway import server
+from gateway.__main__ import main, worker_addresses
+from gateway.pool import Address
+from shared.config import Config
+from shared.errors import ConfigError
+from tests.fakes.scripted_worker import ScriptedWorker
+
+
+async def test_a_client_that_went_silent_is_cut_and_its_slot_freed(
+    serve, talker, until, monkeypatch
+):
+    """B11: without a bound, dead clients hold a slot for ever."""
+    monkeypatch.setattr(server, "CLIENT_PING_INTERVAL_S", 0.05)
+    async with ScriptedWorker() as worker, serve([worker]) as running:
+        lost = await running.dial()
+        await talker(lost).prepare()
+
+        lost.transport.pause_reading()
+
+        await until(lambda: worker.n_live == 0)
+        lost.transport.abort()
+
+
+async def test_a_quiet_client_that_answers_pings_lives_on(serve, talker, until, monkeypatch):
+    monkeypatch.setattr(server, "CLIENT_PING_INTERVAL_S", 0.02)
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.dial() as socket:
+        client = talker(socket)
+        await client.prepare()
+        (connection,) = worker.sessions
+        sent = time.monotonic()
+
+        await until(lambda: time.monotonic() - sent > 0.5)
+
+        assert worker.n_live == 1
+        await client.chunk()
+        assert (await client.hear())["type"] == "result"
+        assert connection.chunks
+
+
+async def test_few_large_frames_are_held_at_a_time_and_all_are_served(serve, talker, monkeypatch):
+    """B50: many clients with huge frames filled the memory."""
+    monkeypatch.setattr(server, "LARGE_FRAME_BYTES", 200_000)
+    monkeypatch.setattr(server.ClientProtocol, "gate", server.LargeFrameGate(1))
+    frame = base64.b64encode(bytes(2_000_000)).decode()
+
+    async def talk(running, i: int) -> None:
+        async with running.dial(f"omni_{i}") as socket:
+            client = talker(socket)
+            await client.prepare()
+            for _ in range(2):
+                await client.chunk(frame_base64_list=[frame])
+            for _ in range(2):
+                await client.hear_kind("result")
+
+    async with ScriptedWorker(slots=6) as worker, serve([worker]) as running:
+        async with asyncio.TaskGroup() as group:
+            for i in range(6):
+                group.create_task(talk(running, i))
+        sizes = {len(chunk.frames[0]) for session in worker.sessions for chunk in session.chunks}
+    assert sizes == {2_000_000}
+    assert sum(len(session.chunks) for session in worker.sessions) == 12
+
+
+async def test_a_client_that_trickles_a_large_frame_does_not_block_the_others(
+    serve, talker, monkeypatch
+):
+    monkeypatch.setattr(server, "LARGE_FRAME_BYTES", 200_000)
+    monkeypatch.setattr(server, "LARGE_FRAME_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server.ClientProtocol, "gate", server.LargeFrameGate(1))
+    async with ScriptedWorker(slots=2) as worker, serve([worker]) as running:
+        slow = await running.dial("omni_slow")
+        await talker(slow).prepare()
+        # The head of a masked text frame of 1 MB, and a part of it.
+        slow.transport.write(b"\x81\xff" + (1_000_000).to_bytes(8, "big") + bytes(4 + 400_000))
+        async with running.dial("omni_b") as socket:
+            client = talker(socket)
+            await client.prepare()
+            await client.chunk(frame_base64_list=[base64.b64encode(bytes(2_000_000)).decode()])
+            await client.hear_kind("result")
+        await slow.wait_closed()
+
+
+async def test_text_that_is_no_utf8_is_refused_with_a_reason(serve, talker, caplog):
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.dial() as socket:
+        client = talker(socket)
+        await client.prepare()
+
+        await socket.send(b'{"type": "stop", "x": "\xff"}', text=True)
+
+        assert (await client.hear())["slug"] == "not_json"
+        assert await client.closed() == 1007
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_message_beyond_the_frame_limit_ends_its_session_only(
+    serve, talker, monkeypatch, caplog
+):
+    monkeypatch.setattr(server, "MAX_FRAME_BYTES", 1_000_000)
+    async with ScriptedWorker(slots=2) as worker, serve([worker]) as running:
+        async with running.dial("omni_a") as socket:
+            client = talker(socket)
+            await client.prepare()
+            await socket.send("x" * 1_000_001)
+            assert await client.closed() == 1009
+        async with running.dial("omni_b") as socket:
+            await talker(socket).prepare()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_an_address_of_a_megabyte_is_refused_without_harm(serve, talker):
+    async with ScriptedWorker() as worker, serve([worker]) as running:
+        with socket.create_connection(("127.0.0.1", running.port)) as raw:
+            raw.setblocking(False)
+            await send_all(raw, b"GET /ws/duplex/" + b"x" * 1_000_000 + b" HTTP/1.1\r\n")
+            await send_all(
+                raw,
+                b"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+                b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n",
+            )
+        async with running.dial() as alive:
+            await talker(alive).prepare()
+
+
+async def send_all(raw: socket.socket, data: bytes) -> None:
+    try:
+        await asyncio.get_running_loop().sock_sendall(raw, data)
+    except ConnectionError:
+        return
+
+
+def test_workers_are_local_ones_from_the_base_port_unless_listed():
+    config = Config()
+
+    assert worker_addresses(config, None, None) == [Address("127.0.0.1", 22400)]
+    assert worker_addresses(config, None, 2)[1] == Address("127.0.0.1", 22401)
+    assert worker_addresses(config, "a:1,[::1]:2", None) == [Address("a", 1), Address("::1", 2)]
+
+
+@pytest.mark.parametrize("listed", ["a", "a:", ":1", "a:b", "a:0", "a:1,,b:2"])
+def test_a_worker_address_without_host_or_port_is_named(listed):
+    with pytest.raises(ConfigError, match="--workers"):
+        worker_addresses(Config(), listed, None)
+
+
+def test_a_bad_configuration_ends_with_its_own_exit_code(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"service": {"gateway_prt": 1}}')
+
+    assert main(["--config", str(path)]) == 2
+    assert main(["--ssl-certfile", str(path)]) == 2
+
+
+def test_the_process_starts_fast_and_ends_on_sigterm():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-m", "gateway", "--port", str(port), "--workers", "127.0.0.1:9"],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            next(line for line in process.stderr if "listening" in line)
+            took_s = time.monotonic() - started
+            body = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).json()
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+            process.wait(timeout=10)
+        finally:
+            process.kill()
+
+    assert body["ready"] is False
+    assert took_s < 10
+    assert "Traceback" not in rest
