@@ -1,0 +1,114 @@
+"""The one running launcher of a checkout: its lock, its pid, how it is asked to end.
+
+The lock belongs to the launcher's process and goes with it, however it ends, so a pid in the
+file counts only while the lock is held: a stale file never leads to a signal to a stranger.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from io import TextIOWrapper
+from pathlib import Path
+
+STOP_TIMEOUT_S = 30.0
+KILL_TIMEOUT_S = 5.0
+POLL_S = 0.1
+LOOK_S = 0.5
+
+
+class AlreadyRunning(Exception):
+    """Another launcher of this checkout runs; the text names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """`health_urls`: process name -> URL, for `status`."""
+
+    pid: int
+    url: str
+    health_urls: dict[str, str]
+
+
+def acquire(run_dir: Path, instance: Instance) -> TextIOWrapper:
+    """Take the lock and note who holds it; the lock lasts as long as the returned file is open.
+
+    Raises:
+        AlreadyRunning: another launcher holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = _path(run_dir).open("a+", encoding="utf-8")
+    deadline = time.monotonic() + LOOK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            # Somebody who only looks holds the lock for a moment; a launcher keeps it.
+            if time.monotonic() > deadline:
+                file.close()
+                ensure_not_running(run_dir)
+                raise AlreadyRunning("another launcher is just starting") from error
+            time.sleep(POLL_S)
+    file.truncate(0)
+    file.write(json.dumps(asdict(instance)))
+    file.flush()
+    return file
+
+
+def ensure_not_running(run_dir: Path) -> None:
+    """Raises AlreadyRunning when a launcher holds the lock."""
+    other = running(run_dir)
+    if other is not None:
+        raise AlreadyRunning(
+            f"the service runs already at {other.url} (process {other.pid}); "
+            "end it with: bash start_all.sh stop"
+        )
+
+
+def running(run_dir: Path) -> Instance | None:
+    """Return the launcher that holds the lock; None if nobody does."""
+    try:
+        file = _path(run_dir).open("r", encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            try:
+                return Instance(**json.load(file))
+            except (json.JSONDecodeError, TypeError):
+                # Between taking the lock and writing; the caller may look again.
+                return None
+    return None
+
+
+def stop(run_dir: Path) -> bool:
+    """End the running launcher and wait until it is gone; False when none ran."""
+    instance = running(run_dir)
+    if instance is None:
+        return False
+    os.kill(instance.pid, signal.SIGTERM)
+    if not _wait_until_gone(run_dir, instance, STOP_TIMEOUT_S):
+        # Its children die with it.
+        os.kill(instance.pid, signal.SIGKILL)
+        _wait_until_gone(run_dir, instance, KILL_TIMEOUT_S)
+    return True
+
+
+def _wait_until_gone(run_dir: Path, instance: Instance, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if running(run_dir) != instance:
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def _path(run_dir: Path) -> Path:
+    return run_dir / "launch.pid"

@@ -1,0 +1,141 @@
+"""Child processes: started with a log file each, ended together, never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+KEPT_LOGS = 3
+PR_SET_PDEATHSIG = 1
+RESTART_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+STABLE_AFTER_S = 60.0
+"""A process that ran this long before it died is restarted as if for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One process to run. `env` is complete; `health_url` answers 200 once it is up."""
+
+    name: str
+    argv: Sequence[str]
+    env: dict[str, str]
+    health_url: str
+
+
+@dataclass
+class Child:
+    """One supervised process and the count of its deaths."""
+
+    command: Command
+    log_path: Path
+    started_at: float = 0.0
+    n_failures: int = 0
+    restart_at: float | None = None
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def start(self, now: float) -> None:
+        """Start the process; its output is appended to the log."""
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command.argv,
+                env=self.command.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Its own group: Ctrl-C reaches the launcher alone, which ends all in order.
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        self.started_at = now
+        self.restart_at = None
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process else None
+
+    def exit_status(self) -> int | None:
+        """The exit status; None while it runs (or waits for its restart)."""
+        return self.process.poll() if self.process else None
+
+    def plan_restart(self, now: float) -> float:
+        """Note a death and return the delay until the restart: 1, 2, 4 .. 30 s."""
+        if now - self.started_at >= STABLE_AFTER_S:
+            self.n_failures = 0
+        delay_s = RESTART_DELAYS_S[min(self.n_failures, len(RESTART_DELAYS_S) - 1)]
+        self.n_failures += 1
+        self.process = None
+        self.restart_at = now + delay_s
+        return delay_s
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the process and to whatever it has started."""
+        if self.process is None:
+            return
+        # Gone already; macOS answers PermissionError where only a zombie is left of a group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+def stop_children(
+    children: Sequence[Child],
+    grace_s: float,
+    in_a_hurry: Callable[[], bool] = lambda: False,
+) -> None:
+    """End processes: SIGTERM, a bounded wait, SIGKILL. Nothing of them runs afterwards."""
+    for child in children:
+        child.signal_group(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for child in children:
+        while child.process and time.monotonic() < deadline and not in_a_hurry():
+            try:
+                child.process.wait(0.1)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    for child in children:
+        # Also after a clean exit: a grandchild may have stayed behind in the group.
+        child.signal_group(signal.SIGKILL)
+        if child.process:
+            child.process.wait()
+
+
+def rotate_log(path: Path) -> None:
+    """Move the log of the last start to `.1`, that one to `.2`, and so on."""
+    for number in range(KEPT_LOGS, 0, -1):
+        older = path.with_name(f"{path.name}.{number}")
+        newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
+        if newer.exists():
+            newer.replace(older)
+
+
+def last_lines(path: Path, n_lines: int) -> list[str]:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as log:
+            return [line.rstrip() for line in deque(log, n_lines)]
+    except FileNotFoundError:
+        return []
+
+
+def _prctl() -> Callable[[int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl: Callable[[int, int], int] = ctypes.CDLL(None).prctl
+    return prctl
+
+
+_PRCTL = _prctl()
+
+
+def _die_with_parent() -> None:
+    """Between fork and exec: have the kernel kill this process when the launcher dies."""
+    if _PRCTL is not None:
+        _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)

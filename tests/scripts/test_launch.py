@@ -1,0 +1,308 @@
+"""The launcher as a process of its own, over fake gateway and workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from scripts.machine import fetch
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 30.0
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so: {what}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@dataclass
+class Launch:
+    """One folder with its configuration, in which the launcher is run."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        service = {"gateway_port": self.port, "worker_base_port": free_port(), "cpu_workers": 2}
+        self.config.write_text(json.dumps({"service": service}))
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config.json"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def start(self, *arguments: str, behaviour: str = "") -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "tests.fakes.fake_launch", str(self.run_dir), behaviour]
+        process = subprocess.Popen(
+            [*argv, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMNI_CONFIG": str(self.config)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def run(self, *arguments: str, behaviour: str = "") -> tuple[int, str]:
+        """Run a command that ends by itself."""
+        process = self.start(*arguments, behaviour=behaviour)
+        output, _ = process.communicate(timeout=PATIENCE_S)
+        return process.returncode, output
+
+    def start_and_wait(self, behaviour: str = "") -> subprocess.Popen[str]:
+        process = self.start(behaviour=behaviour)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("ready"):
+                return process
+        raise AssertionError("the launcher ended before it was ready")
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of the launcher's children by the port they were given."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_text().split("\0")
+                except (FileNotFoundError, ProcessLookupError):
+                    continue
+                if "tests.fakes.fake_process" in words and str(self.folder) in _environ(entry):
+                    found[words[words.index("tests.fakes.fake_process") + 2]] = int(entry.name)
+        return {port: pid for port, pid in found.items() if is_alive(pid)}
+
+
+def _environ(entry: Path) -> str:
+    try:
+        return (entry / "environ").read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path)
+    yield launch
+    launch.run("stop")
+    for process in launch.processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_stages_are_shown_and_the_url_is_printed_when_all_are_ready(launch: Launch) -> None:
+    process = launch.start()
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith("ready"):
+            break
+
+    assert f"ready: http://127.0.0.1:{launch.port}" in lines
+    assert any(re.fullmatch(r"worker_1: load_model .*left\)", line) for line in lines)
+    assert any(line.startswith("worker_1: ready after") for line in lines)
+    assert len(launch.pids()) == 3
+
+
+def test_ready_means_that_the_gateway_has_seen_the_workers(launch: Launch) -> None:
+    launch.start_and_wait()
+
+    body = fetch(f"http://127.0.0.1:{launch.port}/health", 5.0)
+
+    assert body is not None
+    assert json.loads(body)["workers_ready"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_processes(launch: Launch, number: signal.Signals) -> None:
+    process = launch.start_and_wait()
+
+    process.send_signal(number)
+
+    assert process.wait(PATIENCE_S) == 0
+    assert launch.pids() == {}
+
+
+def test_what_a_worker_has_started_ends_with_it(launch: Launch) -> None:
+    process = launch.start_and_wait(behaviour="parent")
+    log = (launch.run_dir / "worker_1.log").read_text()
+    grandchild = int(log.split("grandchild ")[1].split()[0])
+    assert is_alive(grandchild)
+
+    process.send_signal(signal.SIGTERM)
+    process.wait(PATIENCE_S)
+
+    wait_until(lambda: not is_alive(grandchild), "the grandchild has ended")
+
+
+def test_a_second_signal_ends_a_process_that_does_not_listen(launch: Launch) -> None:
+    process = launch.start_and_wait(behaviour="stubborn")
+
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(5) == 0
+    assert launch.pids() == {}
+
+
+def test_a_worker_that_dies_in_its_start_ends_the_start_with_its_last_words(
+    launch: Launch,
+) -> None:
+    status, output = launch.run(behaviour="dies")
+
+    assert status == 1
+    assert "worker_1 ended during its start with status 1" in output
+    assert "RuntimeError: the model file is missing" in output
+    assert launch.pids() == {}
+
+
+def test_a_worker_that_reports_an_error_ends_the_start(launch: Launch) -> None:
+    status, output = launch.run(behaviour="errs")
+
+    assert status == 1
+    assert "worker_1 reports an error: the weights are damaged" in output
+    assert launch.pids() == {}
+
+
+def test_a_worker_that_dies_later_is_restarted(launch: Launch) -> None:
+    launch.start_and_wait()
+    before = launch.pids()
+    port, pid = next((port, pid) for port, pid in before.items() if int(port) != launch.port)
+
+    os.kill(pid, signal.SIGKILL)
+
+    wait_until(lambda: launch.pids().get(port) not in {None, pid}, "the worker runs again")
+    assert {p: i for p, i in launch.pids().items() if p != port}.items() <= before.items()
+
+
+def test_children_die_with_a_killed_launcher(launch: Launch) -> None:
+    process = launch.start_and_wait()
+
+    process.kill()
+    process.wait()
+
+    wait_until(lambda: launch.pids() == {}, "the children have ended")
+
+
+def test_detached_it_returns_when_ready_and_goes_on_until_stop(launch: Launch) -> None:
+    started, output = launch.run("--detach")
+    alive = len(launch.pids())
+    shown = launch.run("status")
+    stopped = launch.run("stop")
+
+    assert (started, alive) == (0, 3)
+    assert f"ready: http://127.0.0.1:{launch.port}" in output
+    assert shown[0] == 0
+    assert "worker_0: ready" in shown[1]
+    assert stopped == (0, "stopped\n")
+    assert launch.pids() == {}
+    assert launch.run("status") == (3, "not running\n")
+
+
+def test_the_status_is_1_while_a_worker_is_not_ready(launch: Launch) -> None:
+    launch.start_and_wait()
+    worker = next(pid for port, pid in launch.pids().items() if int(port) != launch.port)
+    os.kill(worker, signal.SIGSTOP)
+
+    status, output = launch.run("status")
+    os.kill(worker, signal.SIGCONT)
+
+    assert status == 1
+    assert re.search(r"worker_\d: no answer", output)
+
+
+def test_detached_it_fails_with_the_cause_when_a_worker_dies(launch: Launch) -> None:
+    status, output = launch.run("--detach", behaviour="dies")
+
+    assert status == 1
+    assert "RuntimeError: the model file is missing" in output
+    assert launch.pids() == {}
+
+
+def test_ctrl_c_during_a_detached_start_ends_it(launch: Launch) -> None:
+    process = launch.start("--detach")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("starting")
+
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(PATIENCE_S) == 130
+    assert launch.pids() == {}
+    assert launch.run("status")[0] == 3
+
+
+def test_a_second_start_is_refused(launch: Launch) -> None:
+    first = launch.start_and_wait()
+
+    status, output = launch.run()
+
+    assert status == 1
+    assert f"runs already at http://127.0.0.1:{launch.port} (process {first.pid})" in output
+    assert len(launch.pids()) == 3
+
+
+def test_a_port_in_use_is_named_with_the_remedy(launch: Launch) -> None:
+    with socket.create_server(("127.0.0.1", launch.port)):
+        status, output = launch.run()
+
+    assert status == 1
+    assert f"port {launch.port} is in use; choose another one with --port" in output
+
+
+def test_stop_leaves_a_stranger_with_the_pid_of_a_stale_file_alone(launch: Launch) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    launch.run_dir.mkdir()
+    stale = {"pid": stranger.pid, "url": "", "health_urls": {}}
+    (launch.run_dir / "launch.pid").write_text(json.dumps(stale))
+
+    outcome = launch.run("stop")
+    is_unharmed = stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+    assert outcome == (0, "not running\n")
+    assert is_unharmed
+
+
+def test_a_wrong_configuration_is_explained_and_exits_with_2(launch: Launch) -> None:
+    launch.config.write_text('{"service": {"gateway_prt": 1}}')
+
+    status, output = launch.run()
+
+    assert status == 2
+    assert "did you mean service.gateway_port?" in output
