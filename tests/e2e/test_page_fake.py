@@ -1,0 +1,321 @@
+"""The page in a real browser against a small fake server."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser
+
+from tests.fakes.browser import CHROMIUM, DESKTOP, PHONE, Visit, chromium, microphone_file, visit
+from tests.fakes.g0_server import LOUD_RMS, Scenario, Service, serving
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+]
+
+QUESTION = Path(__file__).parents[1] / "assets" / "capital_france.wav"
+PAUSE_S = 4.5
+"""Silence between two questions; an answer of the fake fits into it."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    folder = tmp_path_factory.mktemp("microphone")
+    with chromium(microphone_file(folder, QUESTION, PAUSE_S)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def scenario() -> Scenario:
+    return Scenario()
+
+
+@pytest.fixture
+def service(scenario: Scenario) -> Iterator[Service]:
+    with serving(scenario) as running:
+        yield running
+
+
+@pytest.fixture
+def open_page(browser: Browser, service: Service) -> Iterator[Visit]:
+    with visit(browser, service.http_url) as opened:
+        yield opened
+
+
+def chunk_rms(message: dict[str, str]) -> float:
+    samples = np.frombuffer(base64.b64decode(message["audio_base64"]), "<f4")
+    return float(np.sqrt(np.mean(samples**2)))
+
+
+def wait_until(opened: Visit, condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Let the browser run until the condition holds."""
+    for _ in range(round(timeout_s * 20)):
+        if condition():
+            return
+        opened.page.wait_for_timeout(50)
+    raise AssertionError("still not so")
+
+
+def figure(opened: Visit, name: str) -> str:
+    return opened.page.inner_text(f"#f-{name}")
+
+
+def test_a_spoken_question_is_answered_aloud_with_captions_of_both_sides(
+    open_page: Visit, scenario: Scenario
+) -> None:
+    page = open_page.page
+    page.click(".settings summary")
+    page.fill("#prompt", "Be brief.")
+
+    page.click("#start")
+    open_page.wait_for_state("speaking")
+    wait_until(open_page, lambda: "on the Seine." in page.inner_text("#captions"))
+    open_page.wait_for_state("listening")
+
+    assert page.inner_text(".bubble.you") == "What is the capital of France?"
+    assert page.inner_text(".bubble.assistant").startswith("The capital of France is Paris")
+    assert figure(open_page, "underruns") == "0"
+    assert figure(open_page, "median").endswith(" ms")
+    assert page.locator("#timeline li.speak").count() == scenario.answer_units
+    assert scenario.of_type("prepare")[0]["system_prompt"] == "Be brief."
+    assert open_page.complaints == []
+
+
+def test_the_microphone_arrives_as_seconds_of_16_khz(open_page: Visit, scenario: Scenario) -> None:
+    open_page.page.click("#start")
+    wait_until(open_page, lambda: len(scenario.of_type("audio_chunk")) >= 3)
+
+    chunks = scenario.of_type("audio_chunk")
+    assert {len(chunk["audio_base64"]) for chunk in chunks} == {85_336}
+    assert max(chunk_rms(chunk) for chunk in chunks) > LOUD_RMS
+
+
+def test_an_interrupted_result_drops_what_was_not_played(
+    open_page: Visit, scenario: Scenario
+) -> None:
+    """Each speak result brings three seconds, so that seconds are waiting when the user's next
+    question interrupts; they have to be gone at once, not played to their end."""
+    scenario.answer_units = 20
+    scenario.unit_audio_s = 3.0
+    page = open_page.page
+
+    page.click("#start")
+    page.wait_for_selector(".bubble.assistant.cut", timeout=15_000)
+    page.wait_for_timeout(300)
+
+    assert figure(open_page, "buffer") == "0 ms"
+    assert open_page.state() == "listening"
+    assert page.locator("#timeline li.cut").count() == 1
+    assert page.locator(".bubble").last.inner_text() == "Wait."
+
+
+def test_the_interrupt_key_silences_at_once_and_tells_the_server(
+    open_page: Visit, scenario: Scenario
+) -> None:
+    scenario.answer_units = 20
+    scenario.unit_audio_s = 3.0
+    page = open_page.page
+
+    page.click("#start")
+    open_page.wait_for_state("speaking")
+    page.keyboard.press("Escape")
+    page.wait_for_timeout(300)
+
+    assert figure(open_page, "buffer") == "0 ms"
+    assert open_page.state() == "listening"
+    assert len(scenario.of_type("interrupt")) == 1
+    wait_until(open_page, lambda: any("force_listen" in c for c in scenario.of_type("audio_chunk")))
+    assert page.locator("#timeline li.cut").count() <= 1
+
+
+def test_pause_holds_the_microphone_until_resume(open_page: Visit, scenario: Scenario) -> None:
+    page = open_page.page
+    page.click("#start")
+    wait_until(open_page, lambda: bool(scenario.of_type("audio_chunk")))
+
+    page.click("#pause")
+    open_page.wait_for_state("paused")
+    n_before = len(scenario.of_type("audio_chunk"))
+    page.wait_for_timeout(1_500)
+    n_paused = len(scenario.of_type("audio_chunk"))
+    page.click("#pause")
+    open_page.wait_for_state("listening", "speaking")
+
+    assert n_paused == n_before
+    wait_until(open_page, lambda: len(scenario.of_type("audio_chunk")) > n_paused)
+
+
+def test_muted_the_microphone_goes_on_as_silence(open_page: Visit, scenario: Scenario) -> None:
+    page = open_page.page
+    page.click("#start")
+    wait_until(open_page, lambda: bool(scenario.of_type("audio_chunk")))
+
+    page.keyboard.press("m")
+    n_before = len(scenario.of_type("audio_chunk"))
+    wait_until(open_page, lambda: len(scenario.of_type("audio_chunk")) >= n_before + 3)
+
+    assert page.get_attribute("#mute", "aria-pressed") == "true"
+    assert chunk_rms(scenario.of_type("audio_chunk")[-1]) == 0.0
+
+
+def test_the_camera_sends_one_jpeg_with_each_chunk(open_page: Visit, scenario: Scenario) -> None:
+    open_page.page.check("#camera")
+    open_page.page.click("#start")
+    wait_until(open_page, lambda: len(scenario.of_type("audio_chunk")) >= 2)
+
+    for chunk in scenario.of_type("audio_chunk")[:2]:
+        (frame,) = chunk["frame_base64_list"]
+        assert base64.b64decode(frame).startswith(b"\xff\xd8\xff")
+
+
+def test_stop_ends_the_session_and_allows_a_new_one(open_page: Visit, scenario: Scenario) -> None:
+    page = open_page.page
+    page.click("#start")
+    wait_until(open_page, lambda: bool(scenario.of_type("audio_chunk")))
+    page.click("#stop")
+    open_page.wait_for_state("ended")
+    wait_until(open_page, lambda: bool(scenario.of_type("stop")))
+
+    page.click("#start")
+
+    open_page.wait_for_state("listening")
+    assert len(scenario.of_type("prepare")) == 2
+    assert page.is_hidden("#problem")
+
+
+def test_the_place_in_the_queue_is_shown(open_page: Visit, scenario: Scenario) -> None:
+    place = {"position": 2, "estimated_wait_s": 30.4, "queue_length": 2, "ticket_id": "q_1"}
+    scenario.queue = [{"type": "queued", **place}]
+    scenario.stays_queued = True
+
+    open_page.page.click("#start")
+    open_page.wait_for_state("queued")
+
+    assert open_page.page.inner_text("#state") == "Place 2 in the queue, about 30 s"
+
+
+def test_a_service_that_still_loads_is_shown_as_starting(
+    open_page: Visit, scenario: Scenario
+) -> None:
+    place = {"position": 1, "estimated_wait_s": 12.0, "queue_length": 1, "state": "starting"}
+    scenario.queue = [{"type": "queued", **place}]
+    scenario.stays_queued = True
+
+    open_page.page.click("#start")
+    open_page.wait_for_state("queued")
+
+    assert open_page.page.inner_text("#state") == "The service is starting, about 12 s"
+
+
+def test_a_refusal_is_shown_with_advice(open_page: Visit, scenario: Scenario) -> None:
+    scenario.refuse_with = "No worker available"
+    page = open_page.page
+
+    page.click("#start")
+    open_page.wait_for_state("failed")
+
+    assert page.inner_text("#problem").startswith("No worker available Look at the service's log")
+    assert page.is_visible("#start")
+
+
+def test_a_lost_session_is_shown(open_page: Visit, scenario: Scenario) -> None:
+    scenario.close_after_chunks = 1
+
+    open_page.page.click("#start")
+    open_page.wait_for_state("failed")
+
+    assert "worker lost" in open_page.page.inner_text("#problem")
+
+
+def test_settings_the_server_cannot_honour_are_named(open_page: Visit, scenario: Scenario) -> None:
+    scenario.ignored = ["ref_audio_base64"]
+
+    open_page.page.click("#start")
+    open_page.wait_for_state("listening")
+
+    assert "ref_audio_base64" in open_page.page.inner_text("#note")
+
+
+def test_a_voice_sample_is_sent_as_16_khz(open_page: Visit, scenario: Scenario) -> None:
+    open_page.page.set_input_files("#voice", QUESTION)
+
+    open_page.page.click("#start")
+    open_page.wait_for_state("listening")
+
+    voice = base64.b64decode(scenario.of_type("prepare")[0]["ref_audio_base64"])
+    n_expected = QUESTION.stat().st_size // 2
+    assert abs(len(voice) // 4 - n_expected) < 100
+
+
+def test_a_page_from_another_machine_without_https_explains_what_to_do(
+    browser: Browser, service: Service
+) -> None:
+    address = f"http://omni.localtest:{service.port}"
+
+    with visit(browser, address) as opened:
+        problem = opened.page.inner_text("#problem")
+        opened.page.click("#start")
+        state = opened.state()
+
+    assert "only over HTTPS or on this machine" in problem
+    assert f"http://127.0.0.1:{service.port}/" in problem
+    assert state == "idle"
+
+
+def test_a_key_in_the_address_does_not_stay_there(browser: Browser, service: Service) -> None:
+    with visit(browser, f"{service.http_url}/?api_key=secret&x=1") as opened:
+        opened.page.wait_for_function("!location.search.includes('secret')")
+
+        assert opened.page.url == f"{service.http_url}/?x=1"
+
+
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_nothing_sticks_out_of_the_window(
+    browser: Browser, service: Service, viewport: dict[str, int]
+) -> None:
+    with visit(browser, service.http_url, viewport) as opened:
+        opened.page.click(".settings summary")
+        width = opened.page.evaluate("document.documentElement.scrollWidth")
+        tall = opened.page.evaluate(
+            "[...document.querySelectorAll('button, .switch')].map(e => e.offsetHeight)"
+        )
+
+    assert width <= viewport["width"]
+    assert min(height for height in tall if height) >= 44
+
+
+RESAMPLE = """async ([from, to, hz]) => {
+    const { Resampler } = await import("/static/resampler.js");
+    const wave = (_, n) => Math.sin(2 * Math.PI * hz * n / from);
+    const tone = Float32Array.from({ length: from }, wave);
+    const whole = new Resampler(from, to).push(tone);
+    const cut = new Resampler(from, to);
+    const pieces = [];
+    for (let at = 0; at < from; at += 128) pieces.push(...cut.push(tone.subarray(at, at + 128)));
+    return { whole: [...whole], pieces };
+}"""
+
+
+@pytest.mark.parametrize(("rate", "target"), [(48_000, 16_000), (44_100, 16_000), (24_000, 44_100)])
+def test_resampling_in_pieces_equals_the_whole_and_keeps_a_tone(
+    open_page: Visit, rate: int, target: int
+) -> None:
+    result = open_page.page.evaluate(RESAMPLE, [rate, target, 1_000])
+
+    whole, pieces = np.array(result["whole"]), np.array(result["pieces"])
+    n = np.arange(whole.size)
+    expected = np.sin(2 * np.pi * 1_000 * n / target)
+    np.testing.assert_allclose(pieces, whole, atol=1e-4)
+    np.testing.assert_allclose(whole[200:], expected[200:], atol=0.01)
+    assert abs(whole.size - target) < 100
+
+
+def test_resampling_down_removes_what_would_fold_back(open_page: Visit) -> None:
+    result = open_page.page.evaluate(RESAMPLE, [48_000, 16_000, 10_000])
+
+    assert np.abs(result["whole"][200:]).max() < 0.01

@@ -1,0 +1,68 @@
+"""The documents keep pace with the code."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from shared import errors
+from shared.config import Config
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def config_keys():
+    return [
+        (f"{section}.{key}", field.default)
+        for section, model in Config.model_fields.items()
+        for key, field in model.annotation.model_fields.items()
+    ]
+
+
+@pytest.mark.parametrize(("key", "default"), config_keys())
+def test_every_setting_is_documented_with_its_default(key, default):
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (ROOT / "docs/configuration.md").read_text().splitlines()
+        if line.startswith(f"| `{key}` |")
+    ]
+
+    assert len(rows) == 1, f"{key} needs exactly one row in docs/configuration.md"
+    assert rows[0][1] == f"`{json.dumps(default)}`"
+
+
+def test_no_row_documents_a_setting_that_is_gone():
+    rows = re.findall(r"^\| `([a-z_.]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.M)
+
+    assert sorted(rows) == sorted(key for key, _ in config_keys())
+
+
+def test_every_error_slug_is_documented():
+    text = (ROOT / "docs/protocol.md").read_text()
+    slugs = {
+        kind.slug
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.OmniError)
+    }
+
+    assert {slug for slug in slugs if f"`{slug}`" not in text} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_files_resolve(document):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
+
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_named_in_code_marks_exist(document):
+    """Paths such as `worker/engine/scheduler.py`, written from the project's root."""
+    named = re.findall(
+        r"`((?:shared|gateway|worker|client|scripts|tests|docs|constraints)/[\w./-]+\.\w+)`",
+        document.read_text(),
+    )
+
+    assert [name for name in named if not (ROOT / name).exists()] == []
