@@ -181,7 +181,9 @@ class Reference:
 
     @torch.inference_mode()
     def answer(self, question: str, max_tokens: int) -> str:
-        prompt = (*self.language.system_tokens(SYSTEM_PROMPT), *self.language.user_tokens(question))
+        language = self.language
+        prompt = (*language.system_tokens(SYSTEM_PROMPT), *language.user_tokens(question))
+        prompt = (*prompt, *language.answer_opening)
         output = self.hf.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

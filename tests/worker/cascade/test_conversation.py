@@ -25,12 +25,13 @@ WORD_S = 0.25
 
 class FakeLanguage:
     turn_end_tokens = (END,)
+    answer_opening = (3,)
 
     def system_tokens(self, text):
         return (1,) * len(text)
 
     def user_tokens(self, text):
-        return (2, *map(ord, text), 3)
+        return (2, *map(ord, text))
 
     def is_end(self, token):
         return token == END
@@ -255,18 +256,16 @@ def test_speech_during_the_answer_stops_it_and_is_answered():
     assert not any(r.interrupted for r in after)
 
 
-def test_after_an_interruption_the_context_holds_what_was_begun_to_be_said():
+def test_after_an_interruption_the_context_holds_the_question_and_nothing_of_its_answer():
     session = Session()
-    results = [session.ask(), session.second()]
+    session.ask()
+    session.second()
     session.second("." * 22 + "2" * 10)
     session.second("22222")
     session.seconds(2)
 
-    said = "".join(r.text for r in results).split()
-    answer = tuple(FIRST_WORD + i for i in range(len(said)))
-    expected = (1, 1, 1, 1, 2, *map(ord, "alpha"), 3, *answer, END, 2, *map(ord, "bravo"), 3)
+    expected = (1, 1, 1, 1, 2, *map(ord, "alpha"), 2, *map(ord, "bravo"), 3)
     assert session.model.prompts[-1] == expected
-    assert 0 < len(said) < 30
 
 
 def test_a_cough_does_not_stop_the_answer():
@@ -346,7 +345,7 @@ def test_an_interrupt_between_units_shows_in_the_next_result():
     session = Session()
     session.ask()
 
-    conversation.interrupt(session.model, session.state)
+    conversation.interrupt(session.state)
 
     result = session.second()
     assert result.is_listen
@@ -358,7 +357,7 @@ def test_an_interrupt_of_silence_does_nothing():
     session = Session()
     session.second()
 
-    conversation.interrupt(session.model, session.state)
+    conversation.interrupt(session.state)
 
     assert not session.second().interrupted
 

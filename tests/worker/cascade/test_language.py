@@ -28,9 +28,9 @@ def test_pieces_cover_all_tokens_in_order():
 
 
 def prompt(model, question):
-    return model.language.system_tokens("You are a helpful assistant.") + (
-        model.language.user_tokens(question)
-    )
+    language = model.language
+    system = language.system_tokens("You are a helpful assistant.")
+    return system + language.user_tokens(question) + language.answer_opening
 
 
 def feed(model, slot, tokens, sampling=GREEDY, seed=0):
@@ -133,6 +133,7 @@ def test_impossible_prefill_fails_its_op(cascade, request_):
 def test_messages_are_chatml(cascade):
     language = cascade.language
     tokens = language.system_tokens("Be brief.") + language.user_tokens("Hi 42!")
+    tokens += language.answer_opening
 
     shown = language._tokenizer.decode(list(tokens), skip_special_tokens=False)
 

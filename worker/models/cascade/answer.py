@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,8 +50,6 @@ class Segment:
     text: str
     audio: NDArray[np.float32]
     """24 kHz; empty when the client wants text only."""
-    n_tokens: int
-    """Tokens of the answer up to the end of this phrase."""
     n_taken: int = 0
     """Samples handed out."""
 
@@ -75,15 +72,11 @@ class Answer:
     heard: str = ""
     turn_start: int | None = None
     """Length of the context before this turn; None = not touched yet."""
-    prompt_length: int = 0
+    question_end: int = 0
+    """Length of the context with the question and without anything of the answer."""
     tokens: list[int] = field(default_factory=list)
-    text_ends: list[int] = field(default_factory=list)
-    """Characters of the answer after each of its tokens."""
-    n_chars: int = 0
-    """Characters of all segments made so far."""
+    n_tokens_reported: int = 0
     segments: deque[Segment] = field(default_factory=deque)
-    n_tokens_begun: int = 0
-    """Tokens of all phrases that have begun to be handed out."""
     costs_ms: dict[str, float] = field(default_factory=dict)
     """Time spent since the last result, by the names of `shared.protocol.Timings`."""
 
@@ -95,16 +88,6 @@ class Answer:
     @property
     def failed(self) -> bool:
         return self.task is not None and self.task.error is not None
-
-    def take_token(self, token: int, text: str) -> None:
-        self.tokens.append(token)
-        self.text_ends.append((self.text_ends[-1] if self.text_ends else 0) + len(text))
-
-    def add_segment(self, text: str, audio: NDArray[np.float32]) -> None:
-        # A phrase ends before the token that made its end known.
-        self.n_chars += len(text)
-        n_tokens = bisect_right(self.text_ends, self.n_chars)
-        self.segments.append(Segment(text, audio, n_tokens))
 
     @contextmanager
     def timed(self, stage: str, clock: Callable[[], float]) -> Iterator[None]:
@@ -130,7 +113,8 @@ def _think(model: CascadeModel, state: Conversation, answer: Answer, urgent: flo
     question = yield from _question(state, answer, urgent)
     context, language = state.context, model.language
     answer.turn_start = context.begin_turn(language.user_tokens(question))
-    answer.prompt_length = len(context)
+    answer.question_end = len(context)
+    context.append(language.answer_opening)
     room = model.context_tokens - len(context) - len(language.turn_end_tokens)
     detokeniser, splitter = language.detokeniser(), PhraseSplitter()
 
@@ -138,7 +122,7 @@ def _think(model: CascadeModel, state: Conversation, answer: Answer, urgent: flo
         token = yield from feed(state, urgent, choose=True)
     while not language.is_end(token) and len(answer.tokens) < min(MAX_ANSWER_TOKENS, room):
         text = detokeniser.push(token)
-        answer.take_token(token, text)
+        answer.tokens.append(token)
         context.append([token])
         yield from _speak(model, state, answer, splitter.push(text))
         if is_looping(answer.tokens):
@@ -189,7 +173,7 @@ def _speak(
             deadline = state.now + answer.buffered_s
             with answer.timed("vocode_ms", state.clock):
                 audio = yield Op(SYNTHESIZE, SynthesizeRequest(phrase), deadline=deadline)
-        answer.add_segment(phrase, audio)
+        answer.segments.append(Segment(phrase, audio))
 
 
 def _tidy(model: CascadeModel, state: Conversation, answer: Answer) -> Program:
@@ -197,7 +181,7 @@ def _tidy(model: CascadeModel, state: Conversation, answer: Answer) -> Program:
     context = state.context
     if len(context) > MAX_CONTEXT_SHARE * model.context_tokens:
         shift = context.drop_oldest(KEEP_CONTEXT_TOKENS)
-        answer.prompt_length += shift
+        answer.question_end += shift
         if answer.turn_start is not None:
             answer.turn_start += shift
     yield from feed(state, deadline=state.now + 1.0)

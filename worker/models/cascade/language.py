@@ -143,9 +143,12 @@ class Language:
         return self._message("system", text)
 
     def user_tokens(self, text: str) -> tuple[int, ...]:
-        """Return a whole user message and the opening of the assistant's answer."""
-        opening = (self._begin, *self.text_tokens("assistant\n"))
-        return self._message("user", text) + opening
+        return self._message("user", text)
+
+    @property
+    def answer_opening(self) -> tuple[int, ...]:
+        """What comes before the first token of an answer."""
+        return (self._begin, *self.text_tokens("assistant\n"))
 
     @property
     def turn_end_tokens(self) -> tuple[int, ...]:

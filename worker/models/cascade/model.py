@@ -153,7 +153,7 @@ class CascadeModel:
         return conversation.unit(self, state, unit)
 
     def interrupt(self, state: Any) -> None:
-        conversation.interrupt(self, state)
+        conversation.interrupt(state)
 
     def end(self, state: Any) -> None:
         conversation.end(self, state)
