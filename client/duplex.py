@@ -280,10 +280,16 @@ def endpoint(url: str, session_id: str) -> str:
     Raises:
         DuplexError: the address has no host or another scheme.
     """
-    parts = urlsplit(url)
+    problem = f"{url!r} is no server address, expected one like ws://127.0.0.1:8006"
+    try:
+        parts = urlsplit(url)
+        # Reading the port checks its range.
+        is_address = bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise DuplexError(problem) from error
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
-    if scheme not in {"ws", "wss"} or not parts.hostname:
-        raise DuplexError(f"{url!r} is no server address, expected one like ws://127.0.0.1:8006")
+    if scheme not in {"ws", "wss"} or not is_address:
+        raise DuplexError(problem)
     path = parts.path if parts.path.strip("/") else f"/ws/duplex/{session_id}"
     return urlunsplit((scheme, parts.netloc, path, parts.query, ""))
 

@@ -139,7 +139,7 @@ def parse_event(frame: str | bytes) -> Event | None:
     """Return the event of one server message; None for a type this client does not know.
 
     Raises:
-        DuplexError: the message is no JSON object or its audio is damaged.
+        DuplexError: the message is no JSON object, or its audio or another field is damaged.
     """
     try:
         message = json.loads(frame)
@@ -148,7 +148,10 @@ def parse_event(frame: str | bytes) -> Event | None:
     if not isinstance(message, dict):
         raise DuplexError("the server sent a message that is no JSON object")
     parse = PARSERS.get(str(message.get("type")))
-    return parse(message) if parse else None
+    try:
+        return parse(message) if parse else None
+    except (TypeError, ValueError) as error:
+        raise DuplexError(f"the server sent a damaged {message['type']}: {error}") from error
 
 
 def _queued(message: dict[str, Any]) -> Queued:

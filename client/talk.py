@@ -305,6 +305,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not 0.05 <= arguments.chunk_s <= MAX_CHUNK_S:
         parser.error(f"--chunk-s is {arguments.chunk_s}, must be in 0.05..{MAX_CHUNK_S:g}")
+    if not arguments.out.parent.is_dir():
+        parser.error(f"--out is {arguments.out}, but there is no folder {arguments.out.parent}")
     return arguments
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from gateway import logs
 from gateway.app import STATIC_DIR, create_app
 from gateway.pool import Address
 from gateway.server import build_server
-from shared.config import Config, load_config
+from shared.config import Config, is_loopback, load_config
 from shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -100,15 +99,6 @@ def check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
     for path in (certfile, keyfile):
         if path is not None and not path.is_file():
             raise ConfigError(f"{path}: no such file")
-
-
-def is_loopback(bind: str) -> bool:
-    if bind == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(bind).is_loopback
-    except ValueError:
-        return False
 
 
 if __name__ == "__main__":

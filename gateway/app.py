@@ -21,7 +21,7 @@ from gateway.pool import Address, Pool
 from gateway.routes import duplex, health, pages, queue
 from gateway.security import Guard, GuardMiddleware
 from gateway.tickets import TicketQueue
-from shared.config import Config
+from shared.config import Config, is_loopback
 from shared.errors import BadMessage, OmniError
 
 STATIC_DIR = Path(__file__).parent / "static"
@@ -51,7 +51,7 @@ def create_app(
         clock=clock,
         pool=pool,
         queue=TicketQueue(pool, config.service.max_queue_size, durations_s, clock),
-        guard=Guard(config.security),
+        guard=Guard(config.security, is_local=is_loopback(config.service.bind)),
         desk=FaultDesk(),
         static_dir=static_dir,
         durations_s=durations_s,

@@ -72,7 +72,7 @@ class FaultDesk:
         if isinstance(error, OmniError):
             fault = fault_of(error)
         else:
-            log.error("unexpected failure where=%s", where, exc_info=error)
+            log.error("unexpected failure where=%r", where, exc_info=error)
             fault = Fault("internal", f"Internal error ({where})", 1011, 500)
         self.counts[fault.slug] += 1
         return fault

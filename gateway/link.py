@@ -114,6 +114,12 @@ class WorkerLink:
             self._is_broken = True
             raise WorkerLost("The worker did not open the session")
 
+    async def watch(self) -> None:
+        """Raises WorkerLost once the worker has stopped answering its health polls."""
+        await self._lease.lost.wait()
+        self._is_broken = True
+        raise WorkerLost("The worker has stopped answering")
+
     async def send(self, command: Command) -> None:
         """Raises WorkerLost when the connection has ended."""
         assert self._connection is not None
@@ -149,9 +155,13 @@ class WorkerLink:
         Never waits, so it may be called while a cancellation is under way; a second call does
         nothing.
         """
-        if not self._is_retired:
-            self._is_retired = True
-            self._background.spawn(self._close(reason))
+        if self._is_retired:
+            return
+        self._is_retired = True
+        if self._is_broken:
+            # Before anybody is given the next lease: it must not be one on the same worker.
+            self._lease.release(broken=True)
+        self._background.spawn(self._close(reason))
 
     async def _close(self, reason: str) -> None:
         connection = self._connection

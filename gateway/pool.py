@@ -2,7 +2,8 @@
 
 A worker is polled by a task of its own, so a slow one delays nobody. The gateway counts the
 leases it gave; a poll only adds what it cannot know itself (loading, failed, slots in use by
-others). A worker whose connection broke gets no session until a later poll was good.
+others). A worker whose connection broke gets no session until a later poll was good, and one
+that leaves several polls in a row unanswered loses the sessions it has.
 """
 
 from __future__ import annotations
@@ -20,12 +21,25 @@ from shared.protocol import RequestType, WorkerHealth
 
 log = logging.getLogger(__name__)
 
-POLL_NOT_READY_S = 1.0
-POLL_READY_S = 2.0
-POLL_TIMEOUT_S = 3.0
-RESTART_GRACE_S = 20.0
+POLL_READY_S = 1.0
+POLL_NOT_READY_S = 0.5
+"""From the begin of one poll to the next; a new worker gets sessions this soon after its start."""
+
+POLL_TIMEOUT_S = 1.0
+"""A ready worker answers within this. A single slow answer costs it new sessions until the next
+poll, nothing else."""
+
+LOADING_POLL_TIMEOUT_S = 3.0
+"""While it loads, imports may hold its interpreter for longer."""
+
+SILENT_POLLS = 3
+"""Polls in a row without an answer after which a worker's sessions are given up. Their sockets
+would say nothing before the ping's timeout. Polls are counted instead of seconds because a
+gateway that was itself held up has not asked meanwhile."""
+
+RESTART_GRACE_S = 40.0
 """A worker that has been offline or in error for less counts as restarting: a failed worker
-exits, and its launcher brings it back."""
+exits, and its launcher brings it back after 30 s at most."""
 
 BUSY_WORD: dict[RequestType, str] = {
     "omni_duplex": "duplex_active",
@@ -56,6 +70,8 @@ class Lease:
         self.request_type = request_type
         self.started_at = at
         self.released = False
+        self.lost = asyncio.Event()
+        """Set when the worker has stopped answering."""
 
     def release(self, *, broken: bool = False) -> None:
         """Give the slot back; further calls do nothing.
@@ -88,6 +104,7 @@ class Worker:
         self._n_foreign = 0
         self._n_breaks = 0
         self._polled_breaks = 0
+        self._n_silent_polls = 0
 
     @property
     def name(self) -> str:
@@ -152,6 +169,7 @@ class Worker:
         self.health = health
         self.seen_at = now
         self.is_offline = self.failed = False
+        self._n_silent_polls = 0
         self._note_down(health.status == "error", now)
         # A lease that began or ended while the poll was under way may or may not be in its
         # numbers; counting it as ours keeps a slot that was just freed from looking taken.
@@ -165,8 +183,12 @@ class Worker:
         """The poll failed: no answer, or one that makes no sense."""
         self.failed = answered
         self.is_offline = not answered
+        self._n_silent_polls = 0 if answered else self._n_silent_polls + 1
         if answered:
             self.seen_at = now
+        if self._n_silent_polls >= SILENT_POLLS:
+            for lease in self.leases:
+                lease.lost.set()
         self._note_down(True, now)
 
     def _note_down(self, is_down: bool, now: float) -> None:
@@ -185,6 +207,15 @@ class Worker:
             self.suspended = True
             self._n_breaks += 1
             self.poke.set()
+
+    @property
+    def poll_interval_s(self) -> float:
+        return POLL_READY_S if self.in_rotation else POLL_NOT_READY_S
+
+    @property
+    def poll_timeout_s(self) -> float:
+        serves = self.in_rotation or self.leases
+        return POLL_TIMEOUT_S if serves else LOADING_POLL_TIMEOUT_S
 
     def mark_full(self) -> None:
         """The worker refused a session for want of a slot: believe it until the next poll."""
@@ -246,12 +277,13 @@ class Pool:
                 group.create_task(self._watch(worker))
 
     async def _watch(self, worker: Worker) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             worker.poke.clear()
+            began_at = loop.time()
             await self.poll(worker)
-            interval_s = POLL_READY_S if worker.in_rotation else POLL_NOT_READY_S
             try:
-                async with asyncio.timeout(interval_s):
+                async with asyncio.timeout_at(began_at + worker.poll_interval_s):
                     await worker.poke.wait()
             except TimeoutError:
                 continue
@@ -262,7 +294,7 @@ class Pool:
         worker.begin_poll()
         try:
             response = await self._client.get(
-                f"http://{worker.address}/health", timeout=POLL_TIMEOUT_S
+                f"http://{worker.address}/health", timeout=worker.poll_timeout_s
             )
             health = msgspec.json.decode(response.content, type=WorkerHealth)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:

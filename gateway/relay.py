@@ -216,7 +216,10 @@ class Relay:
             assert self._link is not None
             self._outbox.put(self._dialect.queue_done())
             await first_to_end(
-                self._backward(self._link), self._forward(self._link), self._limit_stop()
+                self._backward(self._link),
+                self._forward(self._link),
+                self._link.watch(),
+                self._limit_stop(),
             )
         finally:
             if self._link is not None:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.faults import FaultDesk
-from shared.config import SecurityConfig
+from shared.config import SecurityConfig, is_loopback
 from shared.errors import ForbiddenOrigin, OmniError, TooManySessions, Unauthorized
 
 COOKIE = "omni_api_key"
@@ -28,9 +28,14 @@ DEFAULT_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
 
 class Guard:
-    """Checks every connection against `security.*`."""
+    """Checks every connection against `security.*`.
 
-    def __init__(self, config: SecurityConfig) -> None:
+    Args:
+        is_local: the service listens on loopback only.
+    """
+
+    def __init__(self, config: SecurityConfig, is_local: bool) -> None:
+        self._is_local = is_local
         self._keys = tuple(key.encode() for key in (*config.api_keys, *config.admin_keys))
         self._admin_keys = tuple(key.encode() for key in config.admin_keys)
         self._origins = frozenset(origin.rstrip("/").lower() for origin in config.allowed_origins)
@@ -39,15 +44,19 @@ class Guard:
 
     def check_key(self, connection: HTTPConnection) -> None:
         """Raises Unauthorized when keys are configured and none of them was given."""
-        if self._keys and not _matches(self._keys, given_keys(connection)):
-            raise Unauthorized("An API key is needed: Authorization: Bearer <key>")
+        if self._keys and not any(map(self.accepts, given_keys(connection))):
+            raise Unauthorized(
+                "An API key is needed: Authorization: Bearer <key>, "
+                "or for a page ?api_key=<key> in its address"
+            )
 
     def accepts(self, key: str) -> bool:
-        return _matches(self._keys, [key])
+        return _is_one_of(self._keys, key)
 
     def check_admin(self, connection: HTTPConnection) -> None:
         """Raises Unauthorized when admin keys are configured and none of them was given."""
-        if self._admin_keys and not _matches(self._admin_keys, given_keys(connection)):
+        given = given_keys(connection)
+        if self._admin_keys and not any(_is_one_of(self._admin_keys, key) for key in given):
             raise Unauthorized("An admin key is needed: Authorization: Bearer <key>")
 
     def check_origin(self, connection: HTTPConnection) -> None:
@@ -58,7 +67,11 @@ class Guard:
         origin = connection.headers.get("origin")
         if origin is None or "*" in self._origins or origin.lower() in self._origins:
             return
-        if not _is_same_origin(origin, connection.headers.get("host", ""), connection.url.scheme):
+        host = connection.headers.get("host", "")
+        page = _same_origin_host(origin, host, connection.url.scheme)
+        # A foreign name that resolves to loopback is a page that was lured here (DNS rebinding);
+        # behind a proxy the name belongs into `security.allowed_origins`.
+        if page is None or (self._is_local and not is_loopback(page)):
             raise ForbiddenOrigin("Pages of this origin may not use the service")
 
     @contextmanager
@@ -80,9 +93,10 @@ class Guard:
                 del self._sessions[client]
 
     def _client(self, connection: HTTPConnection) -> str:
-        keys = given_keys(connection) if self._keys else ()
-        if keys:
-            return f"key:{keys[0]}"
+        # A wrong key beside the right one must not make another client of the same.
+        key = next(filter(self.accepts, given_keys(connection)), None)
+        if key is not None:
+            return f"key:{key}"
         return connection.client.host if connection.client else "unknown"
 
 
@@ -140,16 +154,17 @@ def given_keys(connection: HTTPConnection) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _matches(valid: Sequence[bytes], given: Sequence[str]) -> bool:
+def _is_one_of(valid: Sequence[bytes], key: str) -> bool:
+    raw = key.encode(errors="surrogateescape")
     found = False
-    for key in given:
-        for candidate in valid:
-            # No early exit: the time must not tell how many keys were compared.
-            found |= hmac.compare_digest(candidate, key.encode(errors="surrogateescape"))
+    for candidate in valid:
+        # No early exit: the time must not tell how many keys were compared.
+        found |= hmac.compare_digest(candidate, raw)
     return found
 
 
-def _is_same_origin(origin: str, host: str, scheme: str) -> bool:
+def _same_origin_host(origin: str, host: str, scheme: str) -> str | None:
+    """Return the page's host name if the page came from this very address."""
     try:
         page = urlsplit(origin)
         own = urlsplit(f"//{host}")
@@ -157,5 +172,5 @@ def _is_same_origin(origin: str, host: str, scheme: str) -> bool:
         # A proxy may end TLS in front of us, so the page's scheme decides what "no port" means.
         own_port = own.port or DEFAULT_PORTS.get(page.scheme) or DEFAULT_PORTS.get(scheme)
     except ValueError:
-        return False
-    return page.hostname is not None and (page.hostname, page_port) == (own.hostname, own_port)
+        return None
+    return page.hostname if (page.hostname, page_port) == (own.hostname, own_port) else None

@@ -80,6 +80,11 @@ class ClientProtocol(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         self._n_unheard_pings = 0
         super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.transport.is_closing():
+            # The library has written its refusal of an over-long request; uvicorn sends none.
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.transport.close()
+            return
         if self._has_permit or self._is_gated or self._n_pending_bytes <= LARGE_FRAME_BYTES:
             return
         if self.gate.enter(self):

@@ -5,6 +5,7 @@ The caller's process reads lines from a pipe until the daemon reports how its st
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -80,7 +81,8 @@ def _follow(read_fd: int) -> int:
                         return int(line[len(STATUS_MARK) :])
                     print(line, end="", flush=True)
             except KeyboardInterrupt:
-                os.kill(pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
                 continue
             print("error: the launcher ended without a word; see its log", file=sys.stderr)
             return EXIT_LOST

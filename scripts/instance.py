@@ -6,6 +6,7 @@ file counts only while the lock is held: a stale file never leads to a signal to
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -93,11 +94,13 @@ def stop(run_dir: Path) -> bool:
     instance = running(run_dir)
     if instance is None:
         return False
-    os.kill(instance.pid, signal.SIGTERM)
-    if not _wait_until_gone(run_dir, instance, STOP_TIMEOUT_S):
-        # Its children die with it.
-        os.kill(instance.pid, signal.SIGKILL)
-        _wait_until_gone(run_dir, instance, KILL_TIMEOUT_S)
+    # It may be gone by now, of itself.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(instance.pid, signal.SIGTERM)
+        if not _wait_until_gone(run_dir, instance, STOP_TIMEOUT_S):
+            # Its children die with it.
+            os.kill(instance.pid, signal.SIGKILL)
+            _wait_until_gone(run_dir, instance, KILL_TIMEOUT_S)
     return True
 
 

@@ -7,7 +7,6 @@ python -m scripts.launch stop | status
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from scripts.machine import (
 )
 from scripts.processes import Command, rotate_log
 from scripts.supervisor import HEALTH_TIMEOUT_S, StopRequest, Supervisor, read_progress
-from shared.config import Config, LoadedConfig, load_config
+from shared.config import Config, LoadedConfig, is_loopback, load_config
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +92,7 @@ def make_plan(
     """
     config = loaded.config
     host = "0.0.0.0" if arguments.public else config.service.bind
-    is_public = not _is_loopback(host)
+    is_public = not is_loopback(host)
     if is_public and not config.security.api_keys and not arguments.no_auth:
         raise StartError(
             f"the service would be open to everybody who reaches {host}: set security.api_keys "
@@ -107,6 +106,8 @@ def make_plan(
     check_port_is_free(host, port, "choose another one with --port, or end what uses it")
     for worker in workers:
         remedy = f"set service.worker_base_port (worker {worker.index} takes it + {worker.index})"
+        if worker.port == port:
+            raise StartError(f"the gateway has port {port} already; {remedy}")
         check_port_is_free(LOOPBACK, worker.port, remedy)
     uses_tls = is_public and not arguments.http
     certificate = ensure_certificate(ROOT / "certs") if uses_tls else None
@@ -140,13 +141,6 @@ def _is_tiny(model_path: str | None) -> bool:
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise StartError(f"{file}: no configuration of a model: {error}") from error
     return isinstance(hidden_size, int) and hidden_size <= TINY_HIDDEN_SIZE
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def service_commands(plan: Plan) -> list[Command]:
@@ -326,6 +320,9 @@ def main(
     except (StartError, AlreadyRunning) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        # Before the first process was started; from then on signals are noted.
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import errno
 import socket
 import ssl
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from shutil import which
 
 NVIDIA_SMI_TIMEOUT_S = 20.0
 CERTIFICATE_DAYS = 825
+MAX_PORT = 65_535
 
 
 class StartError(Exception):
@@ -50,8 +52,9 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 
 def check_port_is_free(host: str, port: int, remedy: str) -> None:
     """Raises StartError when nobody can listen on the port; `remedy` says what to do then."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    if port > MAX_PORT:
+        raise StartError(f"there is no port {port}; {remedy}")
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -62,9 +65,13 @@ def check_port_is_free(host: str, port: int, remedy: str) -> None:
 
 
 def pick_free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
+    with socket.create_server((host, 0), family=_family(host)) as probe:
         port: int = probe.getsockname()[1]
     return port
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def ensure_certificate(directory: Path) -> tuple[Path, Path]:
@@ -119,9 +126,10 @@ def outward_address() -> str | None:
 
 
 def fetch(url: str, timeout_s: float) -> bytes | None:
-    """Return the body of a loopback URL that answers 200; None for anything else."""
-    # Our own certificate on loopback needs no check, and proxies are not for loopback.
-    context = ssl.create_default_context()
+    """Return what a loopback URL answers, whatever its status; None for no answer."""
+    # Our own certificate on loopback needs no check, and proxies are not for loopback. A default
+    # context would load the system's authorities each time.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     opener = urllib.request.build_opener(
@@ -131,5 +139,8 @@ def fetch(url: str, timeout_s: float) -> bytes | None:
         with opener.open(url, timeout=timeout_s) as reply:
             body: bytes = reply.read()
             return body
+    except urllib.error.HTTPError as error:
+        # A failed worker answers 503 and says in the body what has failed.
+        return error.read()
     except (OSError, ValueError):
         return None

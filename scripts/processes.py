@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 KEPT_LOGS = 3
+MAX_LOG_BYTES = 64 * 1024 * 1024
 PR_SET_PDEATHSIG = 1
 RESTART_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 STABLE_AFTER_S = 60.0
@@ -23,7 +26,7 @@ STABLE_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to run. `env` is complete; `health_url` answers 200 once it is up."""
+    """One process to run. `env` is complete; `health_url` answers once it is up."""
 
     name: str
     argv: Sequence[str]
@@ -39,6 +42,7 @@ class Child:
     log_path: Path
     started_at: float = 0.0
     n_failures: int = 0
+    n_silent_looks: int = 0
     restart_at: float | None = None
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
@@ -53,9 +57,10 @@ class Child:
                 stderr=subprocess.STDOUT,
                 # Its own group: Ctrl-C reaches the launcher alone, which ends all in order.
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=functools.partial(_die_with_parent, os.getpid()),
             )
         self.started_at = now
+        self.n_silent_looks = 0
         self.restart_at = None
 
     @property
@@ -110,11 +115,26 @@ def stop_children(
 
 def rotate_log(path: Path) -> None:
     """Move the log of the last start to `.1`, that one to `.2`, and so on."""
-    for number in range(KEPT_LOGS, 0, -1):
-        older = path.with_name(f"{path.name}.{number}")
-        newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
+    if path.exists():
+        path.replace(_make_room(path))
+
+
+def bound_log(path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
+    """Rotate a log that has grown too long while its process goes on appending to it."""
+    if path.exists() and path.stat().st_size > max_bytes:
+        # The process holds this very file, so the file stays and its content moves. A line that
+        # is written between the copy and the cut is lost.
+        shutil.copyfile(path, _make_room(path))
+        os.truncate(path, 0)
+
+
+def _make_room(path: Path) -> Path:
+    """Count the older logs up; returns the name that is free now."""
+    for number in range(KEPT_LOGS, 1, -1):
+        newer = path.with_name(f"{path.name}.{number - 1}")
         if newer.exists():
-            newer.replace(older)
+            newer.replace(path.with_name(f"{path.name}.{number}"))
+    return path.with_name(f"{path.name}.1")
 
 
 def last_lines(path: Path, n_lines: int) -> list[str]:
@@ -135,7 +155,13 @@ def _prctl() -> Callable[[int, int], int] | None:
 _PRCTL = _prctl()
 
 
-def _die_with_parent() -> None:
-    """Between fork and exec: have the kernel kill this process when the launcher dies."""
+def _die_with_parent(parent_pid: int) -> None:
+    """Between fork and exec: have the kernel kill this process when the launcher dies.
+
+    It is the launcher's thread whose end counts, so children are started by its main thread.
+    """
     if _PRCTL is not None:
         _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            # It died before the kernel was asked.
+            os._exit(1)

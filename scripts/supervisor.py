@@ -1,7 +1,8 @@
 """Brings the processes up, keeps them up, and ends them.
 
 One thread, one loop: every step looks at each process, restarts what is due and reports what
-has changed. A death during the first start fails the start; later ones are restarted.
+has changed. A death during the first start fails the start; later ones are restarted, and so is
+a process that lives but has stopped answering.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from types import FrameType
 import msgspec
 
 from scripts.machine import StartError, fetch
-from scripts.processes import Child, Command, last_lines, rotate_log, stop_children
+from scripts.processes import Child, Command, bound_log, last_lines, rotate_log, stop_children
 from shared.protocol import WorkerHealth
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,11 @@ ANSWER_TIMEOUT_S = 60.0
 
 START_TIMEOUT_S = 1800.0
 """A first start that also compiles takes minutes; beyond this something hangs."""
+
+LOOK_INTERVAL_S = 5.0
+SILENT_LOOKS = 12
+"""A running process that did not answer this many times in a row (a minute) is killed. Counted
+and not timed: a launcher that was itself held up has not asked meanwhile."""
 
 PROGRESS_INTERVAL_S = 5.0
 GATEWAY_GRACE_S = 15.0
@@ -50,6 +56,9 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._n_signals += 1
+        self.request()
+
+    def request(self) -> None:
         self._event.set()
 
     def wait(self, seconds: float) -> bool:
@@ -137,10 +146,16 @@ class Supervisor:
         return True
 
     def watch(self) -> None:
-        """Restart what dies, until asked to stop."""
+        """Restart what dies or hangs, until asked to stop."""
+        look_at = self._clock()
         while not self._stop.wait(STEP_S):
             for child in self._children:
                 self._revive(child)
+            if self._clock() >= look_at:
+                look_at = self._clock() + LOOK_INTERVAL_S
+                for child in self._children:
+                    bound_log(child.log_path)
+                    self._end_if_hung(child)
 
     def close(self) -> None:
         """End all processes: first the gateway, so that sessions are told, then the workers."""
@@ -199,6 +214,15 @@ class Supervisor:
         elif child.restart_at is not None and now >= child.restart_at:
             child.start(now)
             log.warning("process restarted name=%s pid=%s", child.command.name, child.pid)
+
+    def _end_if_hung(self, child: Child) -> None:
+        if child.process is None:
+            return
+        answers = fetch(child.command.health_url, HEALTH_TIMEOUT_S) is not None
+        child.n_silent_looks = 0 if answers else child.n_silent_looks + 1
+        if child.n_silent_looks >= SILENT_LOOKS:
+            log.error("process hangs name=%s pid=%s", child.command.name, child.pid)
+            child.signal_group(signal.SIGKILL)
 
 
 def _how(status: int) -> str:

@@ -8,13 +8,20 @@ reference keys whose feature this version does not have yet.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 
 from shared.errors import ConfigError
 
@@ -68,7 +75,7 @@ class ServiceConfig(Section):
     compile: Literal["auto"] | bool = "auto"
     """"auto" = compile with a GPU, stay eager on a CPU."""
     data_dir: str = "data"
-    sessions_per_worker: Literal["auto"] | int = "auto"
+    sessions_per_worker: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     cpu_workers: int = Field(1, ge=1, le=64)
     """Workers that are started on a machine without GPU, or for the cascade."""
     stuck_after_s: float = Field(30.0, gt=0)
@@ -79,6 +86,14 @@ class ServiceConfig(Section):
     eta_omni_duplex_s: float = Field(90.0, gt=0)
     eta_ema_alpha: float = Field(0.3, gt=0, le=1)
     eta_ema_min_samples: int = Field(3, ge=1)
+
+    @field_validator("bind")
+    @classmethod
+    def _is_an_address(cls, bind: str) -> str:
+        # A name is looked up by the socket; only "localhost" means the same everywhere.
+        if bind != "localhost":
+            ipaddress.ip_address(bind)
+        return bind
 
 
 class DuplexConfig(Section):
@@ -129,6 +144,16 @@ class Config(Section):
         return "minicpmo45" if wants_big else "cascade"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address or host name means this machine and nothing else."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
     config: Config
@@ -173,7 +198,9 @@ def _read(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}")
@@ -205,7 +232,9 @@ def _explain(name: str, error: ValidationError) -> str:
         else:
             # The last parts of a union's location name its members, not keys of the file.
             key = ".".join(location[:2])
-            lines.append(f"{name}: {key} is {item['input']!r}: {item['msg']}")
+            is_section = isinstance(item["input"], dict)
+            value = "" if is_section else f" is {item['input']!r}"
+            lines.append(f"{name}: {key}{value}: {item['msg'].removeprefix('Value error, ')}")
     return "\n".join(dict.fromkeys(lines))
 
 

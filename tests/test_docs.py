@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.app import create_app
 from shared import errors
 from shared.config import Config
 
@@ -66,3 +67,17 @@ def test_files_named_in_code_marks_exist(document):
     )
 
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_route_is_documented():
+    text = (ROOT / "docs/http.md").read_text()
+    routes = create_app(Config(), []).openapi()["paths"]
+
+    missing = [
+        f"{method.upper()} {path}"
+        for path, methods in routes.items()
+        for method in methods
+        if f"`{method.upper()} {path}`" not in text
+    ]
+
+    assert missing == []

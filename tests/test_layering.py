@@ -69,3 +69,25 @@ def test_the_bottom_of_the_worker_knows_nothing_above_it(package, forbidden):
     ]
 
     assert not loaded_by(*names) & set(forbidden)
+
+
+COLLECT_WITHOUT_MODELS = """
+import sys
+import pytest
+sys.modules.update(dict.fromkeys(("torch", "transformers", "onnxruntime")))
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("folder", ["tests/gateway", "tests/client", "tests/shared"])
+def test_the_front_is_tested_without_model_libraries(folder):
+    """None in `sys.modules` makes an import fail as if nothing were installed."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT_WITHOUT_MODELS, folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout

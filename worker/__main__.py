@@ -80,6 +80,9 @@ async def _warm_up(host: SessionHost, progress: Progress) -> None:
 
 
 def _build_cascade(data_dir: Path, compile_regions: bool) -> DuplexModel:
+    # Read when torch is imported; what `torch.set_num_threads` says reaches no other thread's
+    # first convolutions.
+    os.environ["OMP_NUM_THREADS"] = "1"
     # Late: this imports torch, and the port has to answer within three seconds of the spawn.
     from worker.models.cascade.model import CascadeModel  # noqa: PLC0415
 

@@ -16,7 +16,10 @@ from shared.errors import ModelLoadError
 EXIT_NOT_READY = 1
 MIN_PYTHON = (3, 11)
 
-PACKAGES = ("transformers", "onnxruntime", "fastapi", "uvicorn", "websockets", "msgspec", "pillow")
+PACKAGES = (
+    *("fastapi", "uvicorn", "websockets", "msgspec", "pydantic", "numpy", "pillow"),
+    *("onnxruntime", "safetensors", "tokenizers", "gguf", "filelock"),
+)
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_MIB = {"cpu": 64, "cuda": 1024}
 MIN_MEASURE_S = 0.3

@@ -37,7 +37,6 @@ FLUSH_TIMEOUT_S = 5.0
 """How long the last messages of a session may take to leave."""
 
 CLOSE_PROTOCOL_ERROR = 1002
-CLOSE_UNSUPPORTED = 1003
 
 _health_encoder = msgspec.json.Encoder()
 

@@ -66,7 +66,9 @@ class G0:
                 return protocol.Stop()
             case "client_diagnostic":
                 return Diagnostic()
-        raise BadMessage(f"Unknown message type: {_shown(kind)}")
+        # The reference's own words, without quotes around the type.
+        word = kind[:MAX_SHOWN_CHARS] if isinstance(kind, str) else _shown(kind)
+        raise BadMessage(f"Unknown message type: {word}")
 
     def _prepare(self, body: Mapping[str, Any]) -> protocol.Prepare:
         if body.get("ref_audio_path"):
@@ -202,6 +204,9 @@ def _json_object(frame: str) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         if "limit" in error.msg:
             raise BadMessage("the message is nested too deeply") from error
+        # JavaScript and Python write half an emoji (a text cut in the middle) as valid JSON.
+        if error.msg.endswith("surrogate in string"):
+            raise BadMessage("a text holds half of a surrogate pair") from error
         raise NotJson(f"not JSON: {error.msg} at character {error.pos}") from error
     if not isinstance(body, dict):
         raise BadMessage(f"expected a JSON object, got {_shown(body)}")
@@ -212,7 +217,7 @@ def _shown(value: object) -> str:
     """A client's value, short enough for an error text."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "an array"
-    text = value if isinstance(value, str) else repr(value)
+    text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
 
 

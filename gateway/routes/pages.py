@@ -13,6 +13,7 @@ from gateway.context import gateway_of
 
 router = APIRouter()
 
+NO_CACHE = "no-cache"
 APPS = {
     "omni": ("Omni Full-Duplex", "omni"),
     "audio_duplex": ("Audio Full-Duplex", "audio-duplex"),
@@ -41,7 +42,12 @@ async def static_file(request: Request, path: str) -> Response:
     if "\0" in path or not gateway.static_dir.is_dir():
         raise HTTPException(404, "Not Found")
     files = StaticFiles(directory=gateway.static_dir)
-    return await files.get_response(files.get_path({**request.scope, "path": path}), request.scope)
+    response = await files.get_response(
+        files.get_path({**request.scope, "path": path}), request.scope
+    )
+    # Asked again each time (and answered 304): an old script in a new page would break it.
+    response.headers["Cache-Control"] = NO_CACHE
+    return response
 
 
 @router.get("/favicon.ico", include_in_schema=False)
@@ -83,4 +89,4 @@ def app_page(static_dir: Path, app_id: str) -> Path:
 def _page(path: Path) -> FileResponse:
     if not path.is_file():
         raise HTTPException(404, "This installation has no page")
-    return FileResponse(path, media_type="text/html", headers={"Cache-Control": "no-cache"})
+    return FileResponse(path, media_type="text/html", headers={"Cache-Control": NO_CACHE})

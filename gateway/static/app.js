@@ -55,6 +55,7 @@ class Conversation {
     this.turnOpen = false;
     this.forceListen = false;
     this.discarding = false;
+    this.complained = false;
     this.sending = Promise.resolve();
   }
 
@@ -97,7 +98,10 @@ class Conversation {
       this.open($("prompt").value, voice);
       this.drawLevels();
     } catch (error) {
-      if (this.attempt !== attempt) return;
+      if (this.attempt !== attempt) {
+        if (!this.running) this.camera.stop();
+        return;
+      }
       this.fail(PROBLEMS[error.name] ?? `The session cannot start: ${error.message}`);
     }
   }
@@ -115,6 +119,8 @@ class Conversation {
     on("queue_done", () => this.state("preparing"));
     on("prepared", (message) => this.prepared(message));
     on("result", (result) => this.result(result));
+    // An error that did not end the session does not explain its end later.
+    for (const type of ["prepared", "result", "resumed"]) on(type, () => { this.complained = false; });
     on("paused", () => this.pausedChanged(true));
     on("resumed", () => this.pausedChanged(false));
     on("stopped", () => this.finish("ended"));
@@ -143,7 +149,7 @@ class Conversation {
       const frame = await this.camera.snapshot();
       const forceListen = this.forceListen;
       this.forceListen = false;
-      this.session?.sendChunk(samples, { frame, forceListen });
+      if (this.session?.sendChunk(samples, { frame, forceListen }) === false) this.timeline.drop();
     });
   }
 
@@ -235,13 +241,16 @@ class Conversation {
   }
 
   error({ error, slug }) {
-    const advice = ADVICE[slug] ? ` ${ADVICE[slug]}` : "";
-    showProblem(`${error}${advice}`);
+    const sentence = /[.!?]$/.test(error) ? error : `${error}.`;
+    showProblem(ADVICE[slug] ? `${sentence} ${ADVICE[slug]}` : sentence);
+    this.complained = true;
+    // The service would wait for a better `prepare`; the page has no other one to send.
+    if (!this.live) this.finish("failed");
   }
 
   closed({ code, reason }) {
-    // The service has said more in an error before, if it could.
-    if ($("problem").hidden) {
+    // The service has said more in an error just before, if it could.
+    if (!this.complained) {
       const why = reason || (code === 1006 ? "the connection was lost" : `code ${code}`);
       showProblem(`The session ended: ${why}. Press Start for a new one.`);
     }
@@ -327,11 +336,12 @@ $("camera").addEventListener("change", ({ target }) => conversation.toggleCamera
 $("volume").addEventListener("input", ({ target }) => {
   if (conversation.audio) conversation.audio.volume = Number(target.value);
 });
-document.addEventListener("keydown", ({ key, target, ctrlKey, metaKey, altKey }) => {
-  if (ctrlKey || metaKey || altKey || isTyping(target)) return;
+document.addEventListener("keydown", ({ key, target, ctrlKey, metaKey, altKey, repeat }) => {
+  if (ctrlKey || metaKey || altKey || repeat || isTyping(target)) return;
+  // Capitals too: Caps Lock is no reason not to be heard.
   if (key === "Escape") conversation.interrupt();
-  if (key === "p") conversation.togglePause();
-  if (key === "m") conversation.toggleMute();
+  if (key.toLowerCase() === "p") conversation.togglePause();
+  if (key.toLowerCase() === "m") conversation.toggleMute();
 });
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) conversation.audio?.resume();

@@ -17,7 +17,6 @@ export class DuplexSession extends EventTarget {
     url.search = "";
     url.hash = "";
     this.sentAt = [];
-    this.skipped = 0;
     this.socket = new WebSocket(url);
     this.socket.onmessage = ({ data }) => this.receive(data);
     this.socket.onclose = ({ code, reason }) => this.emit("closed", { code, reason });
@@ -29,12 +28,9 @@ export class DuplexSession extends EventTarget {
     this.whenOpen(message);
   }
 
-  // samples: Float32Array at 16 kHz; frame: base64 of a JPEG, or null.
+  // samples: Float32Array at 16 kHz; frame: base64 of a JPEG, or null. False: it was dropped.
   sendChunk(samples, { frame = null, forceListen = false } = {}) {
-    if (this.socket.bufferedAmount > MAX_UNSENT_BYTES) {
-      this.skipped += 1;
-      return false;
-    }
+    if (this.socket.bufferedAmount > MAX_UNSENT_BYTES) return false;
     const message = { type: "audio_chunk", audio_base64: encode(samples) };
     if (frame) message.frame_base64_list = [frame];
     if (forceListen) message.force_listen = true;

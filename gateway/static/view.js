@@ -5,7 +5,9 @@ const DEADLINE_MS = 1000;
 const MEDIAN_OVER = 30;
 
 const IDLE_HINT = "Press Start and talk. You can interrupt at any time.";
-const RUNNING_HINT = "Keys: Esc interrupts, P pauses, M mutes.";
+const RUNNING_HINT = matchMedia("(hover: hover)").matches
+  ? "Keys: Esc interrupts, P pauses, M mutes."
+  : "Just talk. You can interrupt at any time.";
 
 const $ = (id) => document.getElementById(id);
 
@@ -29,12 +31,14 @@ export function showLevel(level) {
 }
 
 export function showControls({ running, live, paused, muted }) {
+  const pressed = document.activeElement;
   $("start").hidden = running;
   $("stop").hidden = !running;
+  // A hidden button loses the focus, and the keyboard its place on the page.
+  if (pressed === $("start") || pressed === $("stop")) $(running ? "stop" : "start").focus();
   $("interrupt").disabled = !live || paused;
   $("pause").disabled = !live;
   $("pause").textContent = paused ? "Resume" : "Pause";
-  $("pause").setAttribute("aria-pressed", String(paused));
   $("mute").disabled = !running;
   $("mute").setAttribute("aria-pressed", String(muted));
   $("hint").textContent = running ? RUNNING_HINT : IDLE_HINT;
@@ -43,11 +47,12 @@ export function showControls({ running, live, paused, muted }) {
 export class Captions {
   constructor() {
     this.box = $("captions");
+    this.empty = this.box.querySelector(".empty");
     this.open = null;
   }
 
   clear() {
-    this.box.replaceChildren();
+    this.box.replaceChildren(this.empty);
     this.open = null;
   }
 
@@ -59,7 +64,7 @@ export class Captions {
   }
 
   start(who) {
-    this.box.querySelector(".empty")?.remove();
+    this.empty.remove();
     this.open = document.createElement("p");
     this.open.className = `bubble ${who}`;
     this.open.dataset.side = who;
@@ -91,7 +96,21 @@ export class Timeline {
     this.unitTimes = [];
     this.trips = [];
     this.counts = { units: 0, dropped: 0 };
+    for (const id of ["f-unit", "f-median", "f-trip", "f-context"]) $(id).textContent = "–";
+    this.showCounts();
+    this.list.setAttribute("aria-label", "No units yet");
     this.showPlayback({ bufferedMs: 0, underruns: 0 });
+  }
+
+  // A chunk that never left: the connection takes less than the microphone gives.
+  drop() {
+    this.counts.dropped += 1;
+    this.showCounts();
+  }
+
+  showCounts() {
+    $("f-units").textContent = this.counts.units;
+    $("f-dropped").textContent = this.counts.dropped;
   }
 
   // result: a session's result message.
@@ -115,9 +134,8 @@ export class Timeline {
     $("f-unit").textContent = `${Math.round(ms)} ms`;
     $("f-median").textContent = `${Math.round(median(this.unitTimes))} ms`;
     $("f-trip").textContent = this.trips.length ? `${Math.round(median(this.trips))} ms` : "–";
-    $("f-units").textContent = this.counts.units;
-    $("f-dropped").textContent = this.counts.dropped;
     $("f-context").textContent = contextTokens ?? "–";
+    this.showCounts();
     this.list.setAttribute("aria-label", `${this.counts.units} units, the last one: ${kind}, ${Math.round(ms)} ms`);
   }
 

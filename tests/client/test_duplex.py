@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
 
@@ -28,17 +27,6 @@ from tests.fakes.g0_server import Scenario, Service, serving
 
 QUIET = np.zeros(16_000, np.float32)
 LOUD = np.full(16_000, 0.1, np.float32)
-
-
-@pytest.fixture
-def scenario() -> Scenario:
-    return Scenario()
-
-
-@pytest.fixture
-def service(scenario: Scenario) -> Iterator[Service]:
-    with serving(scenario) as running:
-        yield running
 
 
 async def next_result(session: DuplexClient) -> Result:
@@ -203,7 +191,9 @@ def test_the_endpoint_is_completed_below_a_base_address(url: str, expected: str)
     assert endpoint(url, "omni_1") == expected
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "127.0.0.1:8006", "ws://"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "127.0.0.1:8006", "ws://", "ws://host:99999", "http://[::1"]
+)
 def test_an_address_without_host_or_scheme_is_refused(url: str) -> None:
     with pytest.raises(DuplexError, match="no server address"):
         endpoint(url, "omni_1")
@@ -230,6 +220,16 @@ def test_interrupted_dropped_and_null_fields_are_read() -> None:
     assert isinstance(event, Result)
     assert (event.interrupted, event.dropped, event.unit_index) == (True, True, 7)
     assert event.text == ""
+
+
+@pytest.mark.parametrize(
+    "frame",
+    ['{"type": "queued", "position": "first"}', '{"type": "result", "current_time": [1]}'],
+)
+def test_a_field_of_the_wrong_type_is_an_error(frame: str) -> None:
+    """It ended the reader without a word: `talk` said that no answer came."""
+    with pytest.raises(DuplexError, match="damaged"):
+        parse_event(frame)
 
 
 def test_damaged_audio_in_a_result_is_an_error() -> None:

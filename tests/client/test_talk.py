@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,9 @@ import pytest
 from client.duplex import Closed, DuplexClient, Event, Result
 from client.talk import Answer, Conversation, Job, Microphone, converse, main, unit_line
 from shared.audio import read_wav, write_wav
-from tests.fakes.g0_server import ANSWER_UNITS, Scenario, Service, serving
+from tests.fakes.g0_server import ANSWER_UNITS, Scenario, Service
 
 LOUD_S = np.full(16_000, 0.1, np.float32)
-
-
-@pytest.fixture
-def scenario() -> Scenario:
-    return Scenario()
-
-
-@pytest.fixture
-def service(scenario: Scenario) -> Iterator[Service]:
-    with serving(scenario) as running:
-        yield running
 
 
 class SteppedClient(DuplexClient):
@@ -212,3 +200,12 @@ def test_the_command_fails_with_one_sentence_when_nobody_listens(
     assert status == 1
     assert error.startswith("error: cannot connect")
     assert error.count("\n") == 1
+
+
+def test_an_answer_that_could_not_be_saved_is_refused_before_anything_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["question.wav", "--out", str(tmp_path / "nowhere" / "answer.wav")])
+
+    assert "no folder" in capsys.readouterr().err

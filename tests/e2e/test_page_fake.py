@@ -219,7 +219,7 @@ def test_a_refusal_is_shown_with_advice(open_page: Visit, scenario: Scenario) ->
     page.click("#start")
     open_page.wait_for_state("failed")
 
-    assert page.inner_text("#problem").startswith("No worker available Look at the service's log")
+    assert page.inner_text("#problem").startswith("No worker available. Look at the service's log")
     assert page.is_visible("#start")
 
 
@@ -230,6 +230,61 @@ def test_a_lost_session_is_shown(open_page: Visit, scenario: Scenario) -> None:
     open_page.wait_for_state("failed")
 
     assert "worker lost" in open_page.page.inner_text("#problem")
+
+
+def test_an_error_that_was_survived_does_not_hide_the_real_end(
+    open_page: Visit, scenario: Scenario
+) -> None:
+    scenario.bad_chunk, scenario.close_after_chunks, scenario.says_why = 1, 2, False
+
+    open_page.page.click("#start")
+    open_page.wait_for_state("failed")
+
+    assert "worker lost" in open_page.page.inner_text("#problem")
+
+
+def test_a_refused_prompt_ends_the_start(open_page: Visit, scenario: Scenario) -> None:
+    """The service waits for a better one, so the page stayed at "Starting the session"."""
+    scenario.prepare_error = "ref_audio_base64 is too long"
+
+    open_page.page.click("#start")
+    open_page.wait_for_state("failed")
+
+    assert open_page.page.inner_text("#problem") == "ref_audio_base64 is too long."
+
+
+def test_a_new_session_begins_with_empty_captions_and_figures(
+    open_page: Visit, scenario: Scenario
+) -> None:
+    page = open_page.page
+    page.click("#start")
+    wait_until(open_page, lambda: figure(open_page, "units") != "0")
+    page.click("#stop")
+    scenario.stays_queued = True
+
+    page.click("#start")
+
+    assert page.is_visible("#captions .empty")
+    wait_until(open_page, lambda: figure(open_page, "units") == "0")
+    assert figure(open_page, "median") == "–"
+
+
+def test_the_keyboard_keeps_its_place_from_start_to_stop(open_page: Visit) -> None:
+    """The hidden Start button took the focus with it, to the top of the page."""
+    page = open_page.page
+    page.focus("#start")
+    page.keyboard.press("Enter")
+    open_page.wait_for_state("listening")
+
+    focused = page.evaluate("document.activeElement.id")
+    page.keyboard.press("Shift+KeyP")
+    open_page.wait_for_state("paused")
+    page.focus("#stop")
+    page.keyboard.press("Enter")
+
+    open_page.wait_for_state("ended")
+    assert focused == "stop"
+    assert page.evaluate("document.activeElement.id") == "start"
 
 
 def test_settings_the_server_cannot_honour_are_named(open_page: Visit, scenario: Scenario) -> None:

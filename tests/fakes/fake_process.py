@@ -67,7 +67,9 @@ def main() -> None:
             gateway_health = {"status": "healthy", "workers_ready": 2 if has_looked else 0}
             health = worker_health(arguments.load_s, arguments.behaviour)
             body = json.dumps(health if is_worker else gateway_health).encode()
-            self.send_response(200)
+            # As the real worker does, for those who look at the status alone.
+            is_failed = is_worker and health["status"] == "error"
+            self.send_response(503 if is_failed else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -39,9 +39,18 @@ class Scenario:
     unit_audio_s: float = 1.0
     refuse_with: str | None = None
     ignored: list[str] = field(default_factory=list)
+    prepare_error: str | None = None
+    bad_chunk: int | None = None
+    """The chunk (from 1) that is answered with an error; the session goes on."""
     close_after_chunks: int | None = None
+    says_why: bool = True
     received: list[dict[str, Any]] = field(default_factory=list, repr=False)
     authorization: list[str | None] = field(default_factory=list)
+
+    def prepared(self) -> dict[str, Any]:
+        if self.prepare_error is not None:
+            return {"type": "error", "error": self.prepare_error, "slug": "bad_audio"}
+        return {"type": "prepared", "prompt_length": 28, "ignored": self.ignored}
 
     def of_type(self, kind: str) -> list[dict[str, Any]]:
         return [message for message in self.received if message["type"] == kind]
@@ -107,6 +116,7 @@ class Brain:
         } | values
 
 
+BAD_CHUNK = {"type": "error", "error": "the audio is damaged", "slug": "bad_audio"}
 REPLIES = {"pause": "paused", "resume": "resumed", "interrupt": "interrupted", "stop": "stopped"}
 
 
@@ -158,16 +168,13 @@ async def converse(socket: WebSocket, scenario: Scenario) -> None:
         scenario.received.append(message)
         match message["type"]:
             case "prepare":
-                reply = {"prompt_length": 28, "ignored": scenario.ignored}
-                await socket.send_json({"type": "prepared", **reply})
+                await socket.send_json(scenario.prepared())
             case "audio_chunk":
                 n_chunks += 1
-                await socket.send_json(brain.step(message))
+                is_bad = n_chunks == scenario.bad_chunk
+                await socket.send_json(BAD_CHUNK if is_bad else brain.step(message))
                 if n_chunks == scenario.close_after_chunks:
-                    await socket.send_json(
-                        {"type": "error", "error": "worker lost", "slug": "worker_lost"}
-                    )
-                    await socket.close(1011, "worker lost")
+                    await lose(socket, scenario)
                     return
             case "stop":
                 await socket.send_json({"type": "stopped"})
@@ -175,6 +182,12 @@ async def converse(socket: WebSocket, scenario: Scenario) -> None:
                 return
             case kind if kind in REPLIES:
                 await socket.send_json({"type": REPLIES[kind], "timeout": 60.0})
+
+
+async def lose(socket: WebSocket, scenario: Scenario) -> None:
+    if scenario.says_why:
+        await socket.send_json({"type": "error", "error": "worker lost", "slug": "worker_lost"})
+    await socket.close(1011, "worker lost")
 
 
 class Service:

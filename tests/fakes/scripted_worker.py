@@ -1,8 +1,12 @@
-"""A worker without a model: the real session protocol on a real socket, answers by script."""
+"""A worker without a model: the real session protocol on a real socket, answers by script.
+
+`python -m tests.fakes.scripted_worker PORT` runs one as a process of its own, for ever.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -75,6 +79,7 @@ class ScriptedWorker:
         self.sessions: list[FakeSession] = []
         self.n_live = 0
         self.most_live = 0
+        self.n_opens = 0
         self._server: Server | None = None
 
     @property
@@ -160,6 +165,7 @@ class ScriptedWorker:
         opened = protocol.decode_command(await connection.recv(decode=False))
         assert isinstance(opened, protocol.Open)
         session = FakeSession(connection, opened)
+        self.n_opens += 1
         await asyncio.sleep(self.script.open_delay_s)
         refusal = self.script.refuse_open
         if refusal is None and self.n_live >= self.slots:
@@ -212,3 +218,12 @@ class ScriptedWorker:
                 await session.send(protocol.Resumed())
             case protocol.Interrupt():
                 await session.send(protocol.Interrupted())
+
+
+async def main(port: int) -> None:
+    async with ScriptedWorker(slots=4, port=port):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import signal
 import socket
 import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from gateway import pool
+from gateway import link, pool
+from gateway.pool import Address, Lease
 from gateway.server import ClientProtocol
 from shared.config import Config
 from shared.limits import MAX_INBOX_UNITS
@@ -212,6 +218,52 @@ async def test_a_dying_worker_ends_its_session_with_worker_lost_within_two_secon
         assert error["slug"] == "worker_lost"
         assert isinstance(error["error"], str)
         assert await client.closed(2.0) == 1011
+
+
+@contextmanager
+def worker_process(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-m", "tests.fakes.scripted_worker", str(port)])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_a_frozen_worker_loses_its_sessions_within_seconds(serve, talker, unused_tcp_port):
+    """Its sockets stay open and silent: its sessions were told only after the ping's 80 s."""
+    address = Address("127.0.0.1", unused_tcp_port)
+    with worker_process(unused_tcp_port) as process:
+        async with serve([address]) as running, running.dial() as socket:
+            client = talker(socket)
+            await client.prepare()
+
+            process.send_signal(signal.SIGSTOP)
+            told = await client.hear(timeout_s=8.0)
+
+            assert (told["type"], told["slug"]) == ("error", "worker_lost")
+            assert await client.closed() == 1011
+            assert running.gateway.pool.n_ready == 0
+            assert not list(running.gateway.pool.leases())
+
+            process.send_signal(signal.SIGCONT)
+            async with running.dial("omni_next") as after:
+                await talker(after).prepare()
+
+
+async def test_a_worker_that_does_not_open_is_not_tried_again_at_once(serve, talker, monkeypatch):
+    """Each attempt costs its whole time-out, and the broken worker still counted as ready."""
+    monkeypatch.setattr(link, "OPEN_TIMEOUT_S", 0.2)
+    mute = ScriptedWorker(slots=4, script=Script(open_delay_s=2.0))
+    async with mute, ScriptedWorker(slots=2) as well, serve([mute, well]) as running:
+        worker = running.gateway.pool.workers[1]
+        busy = Lease(running.gateway.pool, worker, "omni_busy", "omni_duplex", 0.0)
+        worker.lend(busy)
+        async with running.dial() as socket:
+            await talker(socket).prepare()
+        busy.release()
+
+    assert mute.n_opens == 1
 
 
 async def test_after_a_worker_died_the_next_session_gets_the_other_one(serve, talker):

@@ -262,6 +262,13 @@ def test_text_that_is_no_json_is_told_apart(frame):
         G0().parse(frame)
 
 
+@pytest.mark.parametrize("half", [r"\ud83d", r"\ude00", r"\ud83dx"])
+def test_half_an_emoji_does_not_end_the_session(half):
+    """It is valid JSON, and what browsers and Python send for a text cut in the middle of one."""
+    with pytest.raises(BadMessage, match="surrogate"):
+        G0().parse('{"type": "prepare", "system_prompt": "' + half + '"}')
+
+
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
 def test_deep_json_is_refused_without_a_crash(opening, closing):
     with pytest.raises(BadMessage, match="nested"):

@@ -209,6 +209,18 @@ async def test_static_serves_nothing_outside_its_tree(serve, pages, path):
         assert (await http.get(f"/static/{path}")).status_code == 404
 
 
+async def test_page_and_scripts_are_never_of_two_versions(serve, pages):
+    """Browsers kept scripts by their own guess while the page was asked for anew."""
+    async with serve([], static_dir=pages, ready=False) as running, client_of(running) as http:
+        page = await http.get("/")
+        script = await http.get("/static/app.js")
+        again = await http.get("/static/app.js", headers={"If-None-Match": script.headers["etag"]})
+
+    assert page.headers["cache-control"] == "no-cache"
+    assert script.headers["cache-control"] == "no-cache"
+    assert again.status_code == 304
+
+
 async def test_an_installation_without_page_says_so(serve, tmp_path):
     async with serve([], static_dir=tmp_path, ready=False) as running, client_of(running) as http:
         assert (await http.get("/")).status_code == 404
@@ -313,6 +325,14 @@ class TestOrigins:
             assert (await client.hear())["slug"] == "forbidden_origin"
             assert await client.closed() == 1008
 
+    async def test_a_foreign_name_for_loopback_is_foreign(self, serve, talker):
+        """DNS rebinding: the page's own name resolves to this machine, so Origin equals Host."""
+        async with serve([]) as running:
+            headers = {"Host": f"evil.example:{running.port}"}
+            origin = f"http://evil.example:{running.port}"
+            async with running.dial(origin=origin, additional_headers=headers) as socket:
+                assert (await talker(socket).hear())["slug"] == "forbidden_origin"
+
     @pytest.mark.parametrize("origin", ["null", "http://127.0.0.1:1", "http://[", "file://"])
     async def test_an_origin_that_is_nearly_ours_is_foreign(self, serve, talker, origin):
         async with (
@@ -361,6 +381,20 @@ async def test_one_client_holds_at_most_its_share_of_sessions(serve, talker, unt
         await until(lambda: not running.gateway.sessions)
         async with running.dial("omni_c") as c:
             await talker(c).prepare()
+
+
+async def test_a_wrong_key_beside_the_right_one_makes_no_other_client(serve, talker):
+    """Sessions were counted under the first key given, valid or not."""
+    config = Config.model_validate({"security": {"api_keys": ["k1"], "max_sessions_per_client": 1}})
+    wrong = {"Authorization": "Bearer x"}
+    async with (
+        ScriptedWorker(slots=2) as worker,
+        serve([worker], config) as running,
+        running.dial("omni_a", query="?api_key=k1") as a,
+    ):
+        await talker(a).prepare()
+        async with running.dial("omni_b", query="?api_key=k1", additional_headers=wrong) as b:
+            assert (await talker(b).hear())["slug"] == "too_many_sessions"
 
 
 async def test_proxies_of_the_environment_are_ignored(serve, talker, monkeypatch):

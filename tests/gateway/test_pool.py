@@ -6,7 +6,7 @@ import httpx
 import msgspec
 
 from gateway.clock import Clock
-from gateway.pool import Address, Pool, Worker
+from gateway.pool import SILENT_POLLS, Address, Pool, Worker
 from shared.protocol import WorkerHealth
 
 READY = WorkerHealth(
@@ -195,6 +195,38 @@ async def test_a_refused_connection_is_offline():
     await pool.poll(pool.workers[0])
 
     assert pool.workers[0].status == "offline"
+
+
+def test_sessions_are_given_up_after_several_silent_polls_in_a_row():
+    pool = make_pool()
+    (worker,) = pool.workers
+    seen(worker)
+    lease = pool.take("s", "omni_duplex")
+    assert lease is not None
+
+    for _ in range(SILENT_POLLS - 1):
+        worker.miss(1.0, answered=False)
+    seen(worker)
+    for _ in range(SILENT_POLLS - 1):
+        worker.miss(1.0, answered=False)
+    early = lease.lost.is_set()
+    worker.miss(1.0, answered=False)
+
+    assert not early
+    assert lease.lost.is_set()
+
+
+def test_one_slow_answer_costs_a_worker_new_sessions_only_until_the_next_poll():
+    pool = make_pool()
+    (worker,) = pool.workers
+    seen(worker)
+
+    worker.miss(1.0, answered=False)
+    meanwhile = pool.take("s", "omni_duplex")
+    seen(worker)
+
+    assert meanwhile is None
+    assert pool.take("s", "omni_duplex") is not None
 
 
 async def test_a_slow_poll_of_one_worker_delays_no_other():

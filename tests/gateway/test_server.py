@@ -107,6 +107,24 @@ async def test_text_that_is_no_utf8_is_refused_with_a_reason(serve, talker, capl
     assert not [record for record in caplog.records if record.exc_info]
 
 
+async def test_short_messages_leave_at_once(serve, talker, monkeypatch):
+    """Nagle's algorithm against delayed ACKs costs 40 ms whenever two small messages follow."""
+    flags = []
+    plain = server.ClientProtocol.connection_made
+
+    def note(self, transport) -> None:
+        own = transport.get_extra_info("socket")
+        flags.append(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        plain(self, transport)
+
+    monkeypatch.setattr(server.ClientProtocol, "connection_made", note)
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.dial() as client:
+        await talker(client).prepare()
+
+    assert flags
+    assert all(flags)
+
+
 async def test_a_message_beyond_the_frame_limit_ends_its_session_only(
     serve, talker, monkeypatch, caplog
 ):
@@ -134,6 +152,26 @@ async def test_an_address_of_a_megabyte_is_refused_without_harm(serve, talker):
             )
         async with running.dial() as alive:
             await talker(alive).prepare()
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "status"),
+    [("x" * 10_000, "", 414), ("x", "X-Long: " + "y" * 20_000, 431), ("x", "A: b\r\n" * 300, 431)],
+)
+async def test_an_overlong_upgrade_request_is_refused(serve, path, header, status):
+    """The socket stayed open for ever, without an answer and without a log line."""
+    async with serve([]) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        fields = ["Host: localhost", "Connection: Upgrade", "Upgrade: websocket"]
+        fields += ["Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "Sec-WebSocket-Version: 13"]
+        request = "\r\n".join([f"GET /ws/duplex/{path} HTTP/1.1", *fields, header.strip()])
+        writer.write(request.encode() + b"\r\n\r\n")
+
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.close()
+
+    assert int(answer.split()[1]) == status
 
 
 async def send_all(raw: socket.socket, data: bytes) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts import supervisor
 from scripts.machine import fetch
+from scripts.processes import Command
+from scripts.supervisor import StopRequest, Supervisor
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0
@@ -208,6 +212,37 @@ def test_a_worker_that_dies_later_is_restarted(launch: Launch) -> None:
 
     wait_until(lambda: launch.pids().get(port) not in {None, pid}, "the worker runs again")
     assert {p: i for p, i in launch.pids().items() if p != port}.items() <= before.items()
+
+
+def test_a_worker_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only deaths were seen: a worker that hung was out of service until somebody looked."""
+    monkeypatch.setattr(supervisor, "LOOK_INTERVAL_S", 0.2)
+    monkeypatch.setattr(supervisor, "SILENT_LOOKS", 2)
+    monkeypatch.setattr(supervisor, "HEALTH_TIMEOUT_S", 0.3)
+    fake = [sys.executable, "-m", "tests.fakes.fake_process"]
+    ports = {"gateway": free_port(), "worker": free_port()}
+    commands = [
+        Command(role, [*fake, role, str(port)], {**os.environ}, f"http://127.0.0.1:{port}/health")
+        for role, port in ports.items()
+    ]
+    stop = StopRequest()
+    service = Supervisor(commands, tmp_path, lambda line: None, stop)
+    worker = service._workers[0]
+    try:
+        assert service.start()
+        hung = worker.pid
+        assert hung is not None
+        os.kill(hung, signal.SIGSTOP)
+        watching = threading.Thread(target=service.watch)
+        watching.start()
+
+        wait_until(lambda: worker.pid not in {None, hung}, "another worker runs")
+
+        assert not is_alive(hung)
+        stop.request()
+        watching.join()
+    finally:
+        service.close()
 
 
 def test_children_die_with_a_killed_launcher(launch: Launch) -> None:

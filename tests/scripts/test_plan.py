@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from scripts import launch, machine
 from scripts.launch import make_plan, parse_arguments, read_config, service_commands
 from scripts.machine import StartError, ensure_certificate, fetch, visible_gpus
-from scripts.processes import Child, Command, rotate_log
+from scripts.processes import Child, Command, bound_log, rotate_log
 from scripts.supervisor import read_progress
 from shared.config import Config, LoadedConfig
 from shared.protocol import StageReport, WorkerHealth
@@ -70,6 +71,24 @@ def test_a_tiny_model_runs_without_gpu(tmp_path: Path) -> None:
     planned = plan({"model": {"model_path": str(tmp_path)}}, NO_GPU)
 
     assert [worker.gpu for worker in planned.workers] == [None]
+
+
+def test_a_worker_never_gets_the_gateways_port() -> None:
+    with pytest.raises(StartError, match="the gateway has port 22401 already"):
+        plan({"service": {"gateway_port": 22401, "cpu_workers": 2}}, NO_GPU)
+
+
+def test_a_port_beyond_the_last_one_is_refused() -> None:
+    """It ended in a traceback: OverflowError is no OSError."""
+    with pytest.raises(StartError, match="no port 65536; set it"):
+        machine.check_port_is_free("127.0.0.1", 65_536, "set it")
+
+
+def test_a_free_port_is_found_on_an_ipv6_address() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+
+    assert machine.pick_free_port("::1") > 0
 
 
 def test_public_without_keys_is_refused() -> None:
@@ -222,4 +241,20 @@ def test_logs_of_the_last_three_starts_are_kept(tmp_path: Path) -> None:
     kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert kept == {
         "worker.log": "5", "worker.log.1": "4", "worker.log.2": "3", "worker.log.3": "2"
+    }  # fmt: skip
+
+
+def test_a_log_that_grows_too_long_is_rotated_under_its_process(tmp_path: Path) -> None:
+    """A service that ran for months filled the disk: logs were rotated at starts only."""
+    path = tmp_path / "worker.log"
+    with path.open("ab", buffering=0) as log:
+        for line in (b"first\n", b"second\n", b"third\n"):
+            log.write(line)
+            bound_log(path, max_bytes=4)
+        log.write(b"last\n")
+
+    kept = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert kept == {
+        "worker.log": "last\n", "worker.log.1": "third\n",
+        "worker.log.2": "second\n", "worker.log.3": "first\n",
     }  # fmt: skip

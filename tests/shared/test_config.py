@@ -53,6 +53,8 @@ def test_an_unknown_section_is_named(tmp_path):
         ("duplex", "pause_timeout", -5),
         ("service", "compile", "sometimes"),
         ("model", "backend", "gpt"),
+        ("service", "sessions_per_worker", 0),
+        ("service", "bind", "300.1.1.1"),
     ],
 )
 def test_a_bad_value_is_named_with_its_key(tmp_path, section, key, value):
@@ -66,6 +68,16 @@ def test_a_bad_value_is_named_with_its_key(tmp_path, section, key, value):
 def test_a_file_that_is_no_json_object_is_refused(tmp_path, content):
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_config(write(tmp_path, content))
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+
+
+def test_nesting_without_end_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        load_config(write(tmp_path, "[" * 100_000))
 
 
 def test_a_missing_file_is_refused(tmp_path):

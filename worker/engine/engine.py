@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from shared.errors import EngineFault
@@ -35,16 +34,6 @@ Wake = Callable[[str | None], None]
 
 class ProgramCancelled(Exception):
     """The error of a program that was ended from outside."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpStats:
-    """What ops of one kind have cost so far."""
-
-    n_ops: int = 0
-    n_batches: int = 0
-    busy_s: float = 0.0
-    longest_s: float = 0.0
 
 
 class Call(Generic[R]):
@@ -132,8 +121,6 @@ class Engine:
         self._todo: deque[Callable[[], None]] = deque()
         self._waits: dict[Task, Until] = {}
         self._touched: set[_Session] = set()
-        self._stats: dict[str, OpStats] = {}
-        self._lane_busy_s = dict.fromkeys(self.lanes, 0.0)
         self._fault: EngineFault | None = None
         self._wake: Wake = _nobody
 
@@ -149,15 +136,6 @@ class Engine:
     def n_programs(self) -> int:
         with self._mutex:
             return sum(len(session.tasks) for session in self._sessions.values())
-
-    def stats(self) -> dict[str, OpStats]:
-        with self._mutex:
-            return dict(self._stats)
-
-    def lane_busy_s(self) -> dict[str, float]:
-        """Seconds each lane has spent inside the runner."""
-        with self._mutex:
-            return dict(self._lane_busy_s)
 
     # ---- for the owners of sessions: any thread, never blocks on model work
 
@@ -257,9 +235,7 @@ class Engine:
                 return False
             for task in batch.tasks:
                 task._session.n_running_ops += 1
-        started_at = self.clock()
-        results = self._run(batch)
-        self._deliver(batch, results, self.clock() - started_at)
+        self._deliver(batch, self._run(batch))
         self.advance()
         return True
 
@@ -443,17 +419,8 @@ class Engine:
             ]
         return results
 
-    def _deliver(self, batch: Batch[Task], results: Sequence[Any], busy_s: float) -> None:
+    def _deliver(self, batch: Batch[Task], results: Sequence[Any]) -> None:
         with self._mutex:
-            past = self._stats.get(batch.kind, OpStats())
-            self._stats[batch.kind] = replace(
-                past,
-                n_ops=past.n_ops + len(batch.ops),
-                n_batches=past.n_batches + 1,
-                busy_s=past.busy_s + busy_s,
-                longest_s=max(past.longest_s, busy_s),
-            )
-            self._lane_busy_s[batch.lane] += busy_s
             for task, result in zip(batch.tasks, results, strict=True):
                 task._session.n_running_ops -= 1
                 if task._ending is None:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MIN_TEMPERATURE = 1e-6
+"""Lower ones choose the same token and are near the end of what a float32 can hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -87,7 +90,9 @@ def draw_tokens(logits: Tensor, settings: Sequence[Sampling], draws: Sequence[fl
     kept = column([float(s.top_k) if s.top_k > 0 else float(vocab) for s in settings])
     # Only the longest candidate list any row needs is sorted.
     n_candidates = min(vocab, int(max(s.top_k if s.top_k > 0 else vocab for s in settings)))
-    scaled = logits / column([s.temperature for s in settings])
+    # Relative to the best one: a tiny temperature makes the others impossible, not it infinite.
+    best = logits.amax(dim=-1, keepdim=True)
+    scaled = (logits - best) / column([max(s.temperature, MIN_TEMPERATURE) for s in settings])
     values, ids = scaled.topk(n_candidates, dim=-1)  # [B, C], descending
     rank = torch.arange(n_candidates, device=logits.device)
     values = values.masked_fill(rank >= kept, -torch.inf)

@@ -228,7 +228,8 @@ class DuplexSession:
             try:
                 chunk = await self._host.media.chunk(message)
             except BadMessage as error:
-                self._send(failure_for(error, self.session_id, message.seq))
+                self._inbox.refuse(message.seq, error)
+                self._answer()
                 continue
             self._heard_at = self._clock()
             n_dropped = self._inbox.add(chunk, self._heard_at)

@@ -73,7 +73,8 @@ class _Waiting:
 
 
 class Inbox:
-    """The input of one session, bounded: beyond `max_units` waiting units the oldest is dropped.
+    """The input of one session, bounded: beyond `max_units` waiting units the oldest is dropped,
+    unless they all came in one chunk.
 
     One unit runs at a time: `next_unit` hands it out, `resolve` or `fail` ends it.
     """
@@ -128,7 +129,11 @@ class Inbox:
                 unit.max_slice_nums = chunk.max_slice_nums
         owed.n_open = n_units
         self._waiting.extend(units)
-        return self._drop_oldest()
+        return self._drop_oldest(owed)
+
+    def refuse(self, seq: int, error: OmniError) -> None:
+        """A chunk that is no input: its answer keeps the order of the chunks."""
+        self._owed.append(_Owed(seq, error=error))
 
     def force_listen_waiting(self) -> None:
         """Have every unit that waits listen: what the user says now overtakes it."""
@@ -191,9 +196,10 @@ class Inbox:
         if chunk.max_slice_nums is not None:
             self._max_slice_nums = chunk.max_slice_nums
 
-    def _drop_oldest(self) -> int:
+    def _drop_oldest(self, newest: _Owed) -> int:
+        """Drop what is too old; a chunk is taken whole, however many units it holds."""
         n_dropped = 0
-        while len(self._waiting) > self._max_units:
+        while len(self._waiting) > self._max_units and self._waiting[0].owed is not newest:
             owed = self._waiting.popleft().owed
             owed.n_open -= 1
             owed.n_dropped += 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from shared.errors import BadMessage
 from shared.protocol import DuplexSettings
 from worker.engine.contract import Op
 from worker.engine.engine import Engine
@@ -60,6 +61,7 @@ class FakeCascade:
 
     answer_words: int = 30
     context_tokens: int = 2048
+    sign: str = "EXIT 42"
     voice: str = "fake"
     prompts: list = field(default_factory=list)
     cache: dict = field(default_factory=dict)
@@ -94,6 +96,7 @@ class FakeCascade:
         return " ".join(WORDS[v] for v in values).strip()
 
     def write(self, slot, start, tokens):
+        assert start + len(tokens) <= self.context_tokens
         cache = self.cache.setdefault(slot, [])
         cache[start : start + len(tokens)] = tokens
 
@@ -115,7 +118,7 @@ class FakeCascade:
         return np.full(int(24_000 * WORD_S) * n_words, 0.5, np.float32)
 
     def read_text(self, request):
-        return "EXIT 42"
+        return self.sign
 
 
 class Session:
@@ -128,6 +131,8 @@ class Session:
         self.state = conversation.new_state(self.model, slot)
         self.state.clock = lambda: self.now
         self.slot = slot
+        self.held = set()
+        """Lanes that do nothing."""
         self.index = 0
         self.prepared = self.prepare(settings)
 
@@ -136,17 +141,20 @@ class Session:
         value = Prompt(prompt, settings or DuplexSettings(), np.float32(voice), empty)
         return self.run(conversation.prepare(self.model, self.state, value)).value
 
-    def run(self, program, until_s=0.99):
+    def run(self, program, until_s=0.99, drain=True):
         emitted = []
         task = self.engine.spawn(self.slot, program, emitted.append)
-        self.turn(task, self.now + until_s)
+        self.turn(task, self.now + until_s, drain)
         task.emitted = emitted
         return task
 
-    def turn(self, task, give_up_at):
-        while True:
+    def turn(self, task, give_up_at, drain):
+        """Without `drain`, ops that are left when the program is done stay where they are."""
+        while drain or not task.done:
             self.engine.advance()
-            n_batches = sum(self.engine.step(lane) for lane in self.engine.lanes)
+            n_batches = sum(
+                self.engine.step(lane) for lane in self.engine.lanes if lane not in self.held
+            )
             if n_batches:
                 continue
             if task.done:
@@ -155,14 +163,14 @@ class Session:
             assert deadline <= give_up_at, "the unit was not answered within its second"
             self.now = max(self.now, deadline)
 
-    def second(self, pattern="", frames=(), force_listen=False, check=True):
+    def second(self, pattern="", frames=(), force_listen=False, check=True, drain=True):
         """`pattern`: 32 windows, a digit is speech of that value; shorter ones end in silence."""
         values = [int(c) if c.isdigit() else 0 for c in pattern.ljust(32, ".")]
         audio = np.repeat(np.float32(values), WINDOW_SAMPLES)
         self.now = 101.0 + self.index
         unit = Unit(self.index, audio, tuple(frames), force_listen, None, self.now, self.now + 1.0)
         self.index += 1
-        task = self.run(conversation.unit(self.model, self.state, unit))
+        task = self.run(conversation.unit(self.model, self.state, unit), drain=drain)
         if not check:
             return task
         assert task.error is None, task.error
@@ -508,3 +516,118 @@ def test_the_input_kept_is_bounded():
     session = Session()
     session.seconds(50)
     assert len(session.state.audio) < 2 * UNIT
+
+
+def cached_as_told(session):
+    """Whether the slot's cache holds what the context says it holds."""
+    fed = session.state.context.n_fed
+    return session.model.cache[session.slot][:fed] == list(session.state.context.tokens[:fed])
+
+
+def test_preparing_again_stops_the_answer_that_is_closing_its_turn():
+    """It outlived its answer and wrote old tokens over the new prompt."""
+    session = Session(FakeCascade(answer_words=2))
+    assert session.second("...1111111111", drain=False).end_of_turn
+
+    session.prepare(prompt="x" * 40)
+
+    assert session.state.context.n_fed == 40
+    assert cached_as_told(session)
+
+
+def test_a_new_turn_takes_over_from_the_one_that_is_still_being_closed():
+    """Both fed the context; the old one fed the last of it, so nobody chose the first token."""
+    session = Session(FakeCascade(answer_words=2, sign="x" * 60))
+    assert session.second("...1111111111", drain=False).end_of_turn
+    session.held = {"language"}
+    session.seconds(2)
+    session.second("...4444444444", frames=[np.zeros((8, 8, 3), np.uint8)])
+
+    session.held = set()
+    result = session.second()
+
+    assert result.heard == "read the sign"
+    assert result.text == "w0 w1 "
+    assert cached_as_told(session)
+
+
+def test_a_failed_answer_leaves_nothing_half_said_in_the_context():
+    session = Session()
+    session.model.broken = {"synthesize"}
+    session.second("...1111111111", check=False)
+    session.model.broken = set()
+
+    session.ask("...2222222222")
+
+    assert session.model.prompts[-1] == (1, 1, 1, 1, 2, *map(ord, "bravo"), 3)
+
+
+def test_an_answer_that_fails_while_it_is_heard_leaves_its_question_only():
+    session = Session()
+    session.ask()
+    session.model.broken = {"synthesize", "decode"}
+    tasks = [session.second(check=False) for _ in range(9)]
+    session.model.broken = set()
+
+    session.ask("...2222222222")
+
+    assert sum(task.error is not None for task in tasks) == 1
+    expected = (1, 1, 1, 1, 2, *map(ord, "alpha"), 2, *map(ord, "bravo"), 3)
+    assert session.model.prompts[-1] == expected
+
+
+def test_a_long_question_makes_the_oldest_turns_go():
+    """It did not fit, and from then on no question did."""
+    session = Session(FakeCascade(answer_words=100, context_tokens=500, sign="x" * 250))
+    for _ in range(3):
+        session.ask()
+        session.seconds(27)
+
+    session.second("...4444444444", frames=[np.zeros((8, 8, 3), np.uint8)])
+
+    assert "".join(map(chr, session.model.prompts[-1])).count("alpha") == 0
+    assert session.second().audio.size
+
+
+def test_a_page_full_of_text_is_cut():
+    session = Session(FakeCascade(sign="x" * 5000))
+
+    result = session.second("...4444444444", frames=[np.zeros((8, 8, 3), np.uint8)])
+
+    assert result.heard == "read the sign"
+    assert len(session.model.prompts[0]) < 1500
+
+
+def test_a_prompt_without_room_for_a_conversation_is_refused():
+    session = Session(FakeCascade(context_tokens=100))
+    task = session.run(
+        conversation.prepare(
+            session.model,
+            session.state,
+            Prompt("x" * 60, DuplexSettings(), np.zeros(0, np.float32), np.zeros(0, np.float32)),
+        )
+    )
+
+    assert isinstance(task.error, BadMessage)
+    assert "60 tokens" in str(task.error)
+
+
+def test_preparing_again_counts_the_forced_units_anew():
+    session = Session(settings=DuplexSettings(force_listen_count=1))
+    session.seconds(3)
+
+    session.prepare(DuplexSettings(force_listen_count=2))
+
+    results = [session.ask(), session.second(), session.second()]
+    assert [r.is_listen for r in results] == [True, True, False]
+
+
+def test_hearing_goes_before_every_other_op_of_its_lane():
+    """A minute of speech took four seconds to transcribe, and nobody was heard meanwhile."""
+    session = Session()
+    unit = Unit(0, np.zeros(UNIT, np.float32), arrived_at=101.0)
+
+    op = next(conversation.unit(session.model, session.state, unit))
+
+    assert op.kind == "detect_speech"
+    assert op.deadline < 100.0

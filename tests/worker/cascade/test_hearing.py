@@ -5,6 +5,7 @@ import pytest
 
 from worker.models.cascade.hearing import (
     DETECT_SPEECH,
+    PART_S,
     TARGET_PEAK,
     TRANSCRIBE_STEP,
     VAD_WINDOW,
@@ -50,7 +51,7 @@ def padded(samples):
     return np.concatenate((SILENCE, samples, SILENCE))
 
 
-def drive(model, program, kinds=None):
+def drive(model, program, ops=None):
     """Run a program's ops at once; return its value."""
     result = None
     while True:
@@ -58,8 +59,8 @@ def drive(model, program, kinds=None):
             op = program.send(result)
         except StopIteration as stop:
             return stop.value
-        if kinds is not None:
-            kinds.append(op.kind)
+        if ops is not None:
+            ops.append(op)
         (result,) = model.run(op.kind, op.bucket, [op.payload])
 
 
@@ -191,11 +192,25 @@ def test_speech_longer_than_a_window_is_heard_to_its_end(cascade, clip):
 
 
 @pytest.mark.weights
+def test_a_long_utterance_lets_others_speak_in_between(cascade, clip):
+    """All its ops were due at once: the speech of other sessions waited for four seconds."""
+    samples = np.concatenate([clip("long_story")] * 10)
+    ops = []
+
+    drive(cascade, cascade.transcriber.transcribe(0, samples, deadline=10.0), ops)
+
+    n_parts = len(cut_at_quiet(samples))
+    assert n_parts > 1
+    assert {op.deadline for op in ops} == {10.0 + i * PART_S for i in range(n_parts)}
+
+
+@pytest.mark.weights
 def test_transcription_takes_turns_with_its_neighbours(cascade, clip):
-    kinds = []
+    ops = []
 
-    drive(cascade, cascade.transcriber.transcribe(0, clip("capital_france")), kinds)
+    drive(cascade, cascade.transcriber.transcribe(0, clip("capital_france")), ops)
 
+    kinds = [op.kind for op in ops]
     assert kinds.count("encode_speech") == 6
     assert kinds.count("transcribe_step") >= 8
 

@@ -8,23 +8,12 @@ from worker.models.cascade.language import (
     PREFILL,
     DecodeRequest,
     PrefillRequest,
-    pieces,
 )
 from worker.nn.sampling import Sampling
 
 GREEDY = Sampling()
 WARM = Sampling(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=1.1)
 QUESTIONS = ("What is the capital of France?", "Name three colours.", "Who wrote Hamlet?")
-
-
-def test_pieces_cover_all_tokens_in_order():
-    tokens = list(range(70))
-
-    parts = list(pieces(tokens))
-
-    assert [offset for offset, _ in parts] == [0, 32, 64]
-    assert [token for _, part in parts for token in part] == tokens
-    assert max(len(part) for _, part in parts) <= MAX_PREFILL_TOKENS
 
 
 def prompt(model, question):
@@ -35,7 +24,8 @@ def prompt(model, question):
 
 def feed(model, slot, tokens, sampling=GREEDY, seed=0):
     """Prefill a whole prompt; return the first token of the answer."""
-    for offset, part in pieces(tokens):
+    for offset in range(0, len(tokens), MAX_PREFILL_TOKENS):
+        part = tokens[offset : offset + MAX_PREFILL_TOKENS]
         is_last = offset + len(part) == len(tokens)
         request = PrefillRequest(slot, part, offset, sampling if is_last else None, seed=seed)
         (token,) = model.run(PREFILL, None, [request])

@@ -1,3 +1,4 @@
+import dataclasses
 import shutil
 import threading
 
@@ -5,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from worker.engine.contract import Op
+from worker.engine.engine import Engine
 from worker.models.cascade.hearing import DETECT_SPEECH, DetectRequest, VadState
 from worker.models.cascade.language import DECODE, PREFILL, DecodeRequest, PrefillRequest
 from worker.models.cascade.model import LANES, MAX_BATCH, CascadeModel
@@ -34,6 +37,24 @@ def test_stages_report_progress_that_only_grows(data_dir):
 @pytest.mark.weights
 def test_compile_stage_says_that_it_is_off(cascade):
     assert cascade.apply_torch_compile(lambda share, note: None) == "off"
+
+
+@pytest.mark.weights
+def test_a_unit_that_breaks_the_detector_fails_alone(cascade):
+    """Units of two sessions in one batch: the error of one was the error of both."""
+    initial = VadState.initial()
+    states = [dataclasses.replace(initial, hidden=initial.hidden[..., :7]), initial]
+    engine = Engine(cascade)
+
+    def unit(state):
+        return (yield Op(DETECT_SPEECH, DetectRequest(state, np.zeros(16_000, np.float32))))
+
+    tasks = [engine.spawn(slot, unit(state)) for slot, state in enumerate(states)]
+    while engine.step("senses"):
+        pass
+
+    assert tasks[0].error is not None
+    assert tasks[1].error is None
 
 
 @pytest.mark.weights

@@ -130,7 +130,9 @@ def test_text_with_nothing_to_say_is_silent(cascade, text):
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("text", ["日本語 🙂", "naïve café", "x" * 500, "1/2 & 3% <b>bold</b>"])
+@pytest.mark.parametrize(
+    "text", ["日本語 🙂", "naïve café", "x" * 500, "1" * 60, "1/2 & 3% <b>bold</b>"]
+)
 def test_odd_text_does_not_fail(cascade, text):
     assert np.isfinite(say(cascade, text)[0]).all()
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -112,6 +113,31 @@ def test_cache_that_cannot_be_written_is_a_load_error(tmp_path):
 
     with pytest.raises(ModelLoadError, match="weight cache"):
         cached(tmp_path, PACKAGE, Counted(), build)
+
+
+def test_a_filled_cache_is_read_where_nothing_can_be_written(tmp_path, kept_file, monkeypatch):
+    """A read-only data folder with everything in it was refused for its lock file."""
+
+    def read_only(path):
+        raise PermissionError(f"read-only: {path}")
+
+    monkeypatch.setattr(weights, "FileLock", read_only)
+
+    assert cached(tmp_path, PACKAGE, Counted(), build).tensors.keys() == {"weight", "bias"}
+
+
+def test_a_full_disk_is_a_load_error_and_leaves_no_part(tmp_path, monkeypatch):
+    """safetensors reports it as an error of its own, no OSError."""
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(weights, "save_file", full)
+
+    with pytest.raises(ModelLoadError, match="No space left"):
+        cached(tmp_path, PACKAGE, Counted(), build)
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_missing_package_says_how_to_install_it():

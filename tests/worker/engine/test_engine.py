@@ -353,20 +353,6 @@ def test_a_lost_device_ends_every_program_and_refuses_new_ones(runner, clock):
         engine.spawn("u", doubled(1))
 
 
-def test_op_costs_are_counted_by_kind_and_lane(engine, runner, clock):
-    def during() -> None:
-        clock.now += 0.5
-
-    runner.during = during
-    for i in range(4):
-        engine.spawn(f"s{i}", doubled(i))
-    run_all(engine)
-
-    stats = engine.stats()["double"]
-    assert (stats.n_ops, stats.n_batches, stats.busy_s, stats.longest_s) == (4, 2, 1.0, 0.5)
-    assert engine.lane_busy_s() == {"a": 1.0, "b": 0.0}
-
-
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("spawn"), st.integers(0, 2), st.integers(1, 4)),

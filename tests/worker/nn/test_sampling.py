@@ -30,6 +30,16 @@ def test_low_temperature_sharpens():
     assert share(Sampling(temperature=0.5))[1] > share(HOT)[1]
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-37, 1e-39, 1e-300])
+def test_a_temperature_next_to_nothing_is_the_likeliest_token(temperature):
+    """Such temperatures made the likeliest token's logit infinite and the draw fail."""
+    logits = torch.tensor([[1.0, 4.0, -2.0]])
+
+    chosen = sample(logits, [Sampling(temperature=temperature)], [()], [0.999])
+
+    assert chosen.tolist() == [1]
+
+
 def test_top_k_keeps_the_k_likeliest():
     shares = share(Sampling(temperature=1.0, top_k=2))
 

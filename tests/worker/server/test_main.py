@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -91,6 +92,23 @@ def test_the_port_answers_before_torch_is_imported():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert out.stdout.strip() == "False"
+
+
+@pytest.mark.weights
+def test_every_thread_of_the_cascade_computes_alone(tmp_path):
+    """torch.set_num_threads holds for the thread that calls it; the senses lane used two cores."""
+    code = """
+import pathlib, threading, worker.__main__ as main
+main._build_cascade(pathlib.Path("data"), False)
+import torch
+threading.Thread(target=lambda: print(torch.__config__.parallel_info())).start()
+"""
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+    )
+
+    assert "omp_get_max_threads() : 1\n" in out.stdout
 
 
 @pytest.mark.weights

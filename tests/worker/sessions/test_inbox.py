@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import ModelFault
+from shared.errors import BadAudio, ModelFault
 from shared.protocol import Result, Timings
 from worker.models.contract import UnitResult
 from worker.sessions.inbox import Chunk, FailedChunk, Inbox
@@ -146,13 +146,33 @@ def test_beyond_the_bound_the_oldest_unit_is_dropped_and_its_chunk_told(inbox):
     assert (unit.index, unit.audio[0]) == (0, pytest.approx(0.2))
 
 
+def test_a_chunk_is_taken_whole_however_long_it_is(inbox):
+    """A chunk of 30 s lost all but its last 8 s."""
+    assert inbox.add(Chunk(0, samples(10 * SIZE)), 0.0) == 0
+    assert inbox.n_waiting == 10
+
+    assert inbox.add(Chunk(1, samples(SIZE)), 0.0) > 0
+
+
+def test_the_answer_to_a_refused_chunk_keeps_the_order(inbox):
+    inbox.add(Chunk(0, samples(SIZE)), 0.0)
+    inbox.refuse(1, BadAudio("odd"))
+    assert inbox.answers() == []
+
+    inbox.next_unit(1.0)
+    inbox.resolve(UnitResult(is_listen=True))
+
+    assert [answer.seq for answer in inbox.answers()] == [0, 1]
+
+
 def test_a_chunk_that_lost_some_of_its_units_says_so(inbox):
-    inbox.add(Chunk(0, samples(5 * SIZE)), 0.0)
+    inbox.add(Chunk(0, samples(3 * SIZE)), 0.0)
+    inbox.add(Chunk(1, samples(2 * SIZE)), 0.0)
     run_all(inbox)
 
-    (result,) = inbox.answers()
+    results = inbox.answers()
 
-    assert (result.dropped, result.text, result.unit_index) == (True, "u0u1u2", 3)
+    assert [(r.dropped, r.text) for r in results] == [(True, "u0"), (False, "u1u2")]
 
 
 def test_frames_wait_for_their_unit(inbox):
@@ -270,7 +290,8 @@ def test_every_chunk_is_answered_exactly_once_and_in_order(steps):
     for seq, (n, then) in enumerate(steps):
         total += n
         inbox.add(Chunk(seq, samples(n)), 0.0)
-        assert inbox.n_waiting <= 3
+        # The bound, or the units of one chunk with what was left of the last.
+        assert inbox.n_waiting <= 4
         if then != "wait" and inbox.next_unit(1.0):
             if then == "run":
                 inbox.resolve(speak("x"))

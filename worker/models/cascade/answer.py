@@ -39,8 +39,15 @@ MAX_CONTEXT_SHARE: Final = 0.75
 """The context is trimmed after an answer that leaves it fuller than this, so that the next turn
 always fits without waiting."""
 
-KEEP_CONTEXT_TOKENS: Final = 600
-"""Newest tokens kept when the context is trimmed."""
+KEEP_CONTEXT_SHARE: Final = 0.3
+"""Newest turns kept when the context is trimmed."""
+
+PIECE_S: Final = 0.15
+"""Time between the deadlines of two prefill ops in a row, about what one takes: long texts let
+the speech of others pass."""
+
+MAX_SEEN_CHARS: Final = 1200
+"""Text of a picture that goes into a question: about 300 tokens."""
 
 
 @dataclass(slots=True)
@@ -112,7 +119,11 @@ def answer_program(model: CascadeModel, state: Conversation, answer: Answer) -> 
 def _think(model: CascadeModel, state: Conversation, answer: Answer, urgent: float) -> Program:
     question = yield from _question(state, answer, urgent)
     context, language = state.context, model.language
+    stop_closing(state)
     answer.turn_start = context.begin_turn(language.user_tokens(question))
+    around = len(language.answer_opening) + len(language.turn_end_tokens)
+    if len(context) + around + MAX_ANSWER_TOKENS > model.context_tokens:
+        answer.turn_start += context.drop_oldest(int(KEEP_CONTEXT_SHARE * model.context_tokens))
     answer.question_end = len(context)
     context.append(language.answer_opening)
     room = model.context_tokens - len(context) - len(language.turn_end_tokens)
@@ -143,7 +154,14 @@ def _question(state: Conversation, answer: Answer, deadline: float) -> Program:
         seen = yield Op(READ_TEXT, ReadRequest(answer.frame), deadline=deadline)
     if not seen:
         return answer.heard
-    return f"The camera shows this text:\n{seen}\n\n{answer.heard}"
+    return f"The camera shows this text:\n{seen[:MAX_SEEN_CHARS]}\n\n{answer.heard}"
+
+
+def stop_closing(state: Conversation) -> None:
+    """From now on somebody else feeds the context: two at a time would feed the same tokens."""
+    if state.closing is not None:
+        state.closing.cancel()
+        state.closing = None
 
 
 def _decode(state: Conversation, answer: Answer) -> Program:
@@ -180,7 +198,7 @@ def _tidy(model: CascadeModel, state: Conversation, answer: Answer) -> Program:
     """Close the turn in the cache and make room for the next one, while this one is being heard."""
     context = state.context
     if len(context) > MAX_CONTEXT_SHARE * model.context_tokens:
-        shift = context.drop_oldest(KEEP_CONTEXT_TOKENS)
+        shift = context.drop_oldest(int(KEEP_CONTEXT_SHARE * model.context_tokens))
         answer.question_end += shift
         if answer.turn_start is not None:
             answer.turn_start += shift
@@ -188,7 +206,11 @@ def _tidy(model: CascadeModel, state: Conversation, answer: Answer) -> Program:
 
 
 def feed(state: Conversation, deadline: float, choose: bool = False) -> Program:
-    """Bring the cache up to the context, in pieces; with `choose` return the next token."""
+    """Bring the cache up to the context, in pieces; with `choose` return the next token.
+
+    Args:
+        deadline: of the first piece.
+    """
     context = state.context
     chosen = None
     while piece := context.unfed(MAX_PREFILL_TOKENS):
@@ -202,6 +224,7 @@ def feed(state: Conversation, deadline: float, choose: bool = False) -> Program:
             seed=state.seed,
         )
         chosen = yield Op(PREFILL, request, deadline=deadline)
+        deadline += PIECE_S
         context.mark_fed(start, piece)
     return chosen
 

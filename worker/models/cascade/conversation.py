@@ -21,10 +21,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.errors import BadMessage
 from shared.limits import INPUT_SAMPLE_RATE_HZ, OUTPUT_SAMPLE_RATE_HZ
 from shared.protocol import DuplexSettings, Timings
-from worker.engine.contract import Emit, Op, Program, Spawn, Until
-from worker.models.cascade.answer import Answer, answer_program, feed
+from worker.engine.contract import Emit, Op, Program, Spawn, TaskHandle, Until
+from worker.models.cascade.answer import Answer, answer_program, feed, stop_closing
 from worker.models.cascade.context import Context
 from worker.models.cascade.endpointing import (
     EARLY_SILENCE_S,
@@ -57,6 +58,9 @@ HONOURED: Final = frozenset(
 SAMPLED: Final = Sampling(temperature=0.7, top_k=20, top_p=0.8)
 """What sampling means where a client asks for it without saying how (the reference's defaults)."""
 
+MAX_PROMPT_SHARE: Final = 0.5
+"""Largest part of the context that the system prompt may take."""
+
 MAX_UTTERANCE_S: Final = 120.0
 
 PRE_ROLL_S: Final = 0.4
@@ -81,11 +85,12 @@ class Conversation:
 
     slot: int
     clock: Callable[[], float] = time.monotonic
-    """For the figures in `Timings` only."""
+    """The engine's."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     generate_audio: bool = True
-    force_listen_count: int = 0
+    n_units_to_force: int = 0
+    """Units that still have to listen, whatever is said in them."""
     context: Context = field(default_factory=Context)
     vad: VadState = field(default_factory=VadState.initial)
     ears: Endpointer = field(default_factory=Endpointer)
@@ -95,6 +100,8 @@ class Conversation:
     frame: NDArray[np.uint8] | None = None
     frame_unit: int = 0
     answer: Answer | None = None
+    closing: TaskHandle | None = None
+    """Program of the last answer that was handed out whole: it may still feed the end of it."""
     last_audio_unit: int | None = None
     """The unit whose result last held speech that the client may still be playing."""
     was_interrupted: bool = False
@@ -126,16 +133,25 @@ def new_state(model: CascadeModel, slot: int) -> Conversation:
 
 
 def prepare(model: CascadeModel, state: Conversation, prompt: Prompt) -> Program:
-    """Prefill the system prompt; the conversation starts anew."""
+    """Prefill the system prompt; the conversation starts anew.
+
+    Raises:
+        BadMessage: the prompt leaves too little room for a conversation.
+    """
     settings = prompt.settings
+    system = model.language.system_tokens(prompt.system_prompt)
+    if len(system) > MAX_PROMPT_SHARE * model.context_tokens:
+        limit = int(MAX_PROMPT_SHARE * model.context_tokens)
+        raise BadMessage(f"system_prompt has {len(system)} tokens, at most {limit}: shorten it")
     if state.answer is not None:
         _drop(state, state.answer)
+    stop_closing(state)
     state.ears.finish()
     state.sampling = _sampling(settings)
     state.generate_audio = settings.generate_audio is not False
-    state.force_listen_count = settings.force_listen_count or 0
-    state.context = Context(model.language.system_tokens(prompt.system_prompt))
-    yield from feed(state, deadline=0.0)
+    state.n_units_to_force = settings.force_listen_count or 0
+    state.context = Context(system)
+    yield from feed(state, deadline=state.clock())
     ignored = set(settings.said()) - HONOURED
     if prompt.reference_voice.size or prompt.tts_reference_voice.size:
         ignored.add("reference_voice")
@@ -155,10 +171,12 @@ def unit(model: CascadeModel, state: Conversation, unit: Unit) -> Program:
     if unit.frames:
         state.frame, state.frame_unit = unit.frames[-1], unit.index
 
+    forced = unit.force_listen or state.n_units_to_force > 0
+    state.n_units_to_force = max(0, state.n_units_to_force - 1)
+    # Before every other op: it takes 3 ms and decides what all others are worth.
     request = DetectRequest(state.vad, unit.audio)
-    probabilities, state.vad = yield Op(DETECT_SPEECH, request, deadline=unit.arrived_at)
+    probabilities, state.vad = yield Op(DETECT_SPEECH, request, deadline=0.0)
     listen_ms = 1000 * (state.clock() - begun)
-    forced = unit.force_listen or unit.index < state.force_listen_count
     _decide_the_floor(state, unit.index, probabilities.tolist(), forced)
     state.listen_to(unit.audio)
 
@@ -260,7 +278,7 @@ def _hand_out(state: Conversation, unit_index: int) -> UnitResult:
     if answer is None or not answer.confirmed:
         return UnitResult(is_listen=True)
     if answer.failed:
-        state.answer = None
+        _drop(state, answer)
         state.ears.finish()
         assert answer.task is not None
         assert answer.task.error is not None
@@ -279,7 +297,7 @@ def _hand_out(state: Conversation, unit_index: int) -> UnitResult:
     answer.n_tokens_reported = len(answer.tokens)
     ended = answer.finished and not answer.segments
     if ended:
-        state.answer = None
+        state.answer, state.closing = None, answer.task
     if audio.size:
         state.last_audio_unit = unit_index
     costs, answer.costs_ms = answer.costs_ms, {}

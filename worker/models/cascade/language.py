@@ -7,7 +7,7 @@ history is a row of the cache, fed piece by piece; nothing here remembers a sess
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,14 +54,6 @@ class DecodeRequest:
     """What the session has said, latest last, for the repetition penalty."""
     seed: int = 0
     """The session's own; a draw is a function of seed and position."""
-
-
-def pieces(
-    tokens: Sequence[int], size: int = MAX_PREFILL_TOKENS
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield (offset, tokens) of consecutive pieces small enough for one prefill op each."""
-    for offset in range(0, len(tokens), size):
-        yield offset, tuple(tokens[offset : offset + size])
 
 
 @lru_cache(maxsize=1)

@@ -46,7 +46,8 @@ LANES: Mapping[str, str] = {
     SYNTHESIZE: "senses",
     READ_TEXT: "senses",
 }
-MAX_BATCH: Mapping[str, int] = {DECODE: 8, TRANSCRIBE_STEP: 8, DETECT_SPEECH: 8}
+MAX_BATCH: Mapping[str, int] = {DECODE: 8, TRANSCRIBE_STEP: 8}
+"""Of the ops that gain by it; alone, an op that fails takes no other with it."""
 
 
 class CascadeModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 from shared.errors import BadMessage
 from worker.models.cascade.weights import HIBARI
+
+log = logging.getLogger(__name__)
 
 SYNTHESIZE = "synthesize"
 SAMPLE_RATE_HZ = 24_000
@@ -137,4 +140,9 @@ class Speaker:
         text = _MARKUP.sub(" ", request.text)
         if not any(char.isalnum() for char in text):
             return np.zeros(0, np.float32)
-        return np.asarray(self._voice(text, seed=NOISE_SEED), np.float32)
+        try:
+            return np.asarray(self._voice(text, seed=NOISE_SEED), np.float32)
+        except IndexError:
+            # Numbers of more than about 40 digits are beyond its tables.
+            log.warning("phrase cannot be spoken n_chars=%d", len(text))
+            return np.zeros(0, np.float32)

