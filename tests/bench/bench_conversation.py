@@ -154,7 +154,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {"n": 0}
     q = np.percentile(values, [50, 95, 100])
-    return {"n": len(values), "p50": round(q[0], 1), "p95": round(q[1], 1), "max": round(q[2], 1)}
+    p50, p95, largest = (round(float(value), 2) for value in q)
+    return {"n": len(values), "p50": p50, "p95": p95, "max": largest}
 
 
 def summary(tracks: Sequence[Track], answers: Sequence[Heard]) -> dict[str, Any]:

@@ -31,6 +31,9 @@ from worker.models.cascade.speech import SYNTHESIZE, SynthesizeRequest
 from worker.models.contract import Prompt, Unit, UnitResult
 from worker.nn.decoder import Decoder
 
+COMPARED_WORDS = 12
+"""An answer is followed this far."""
+
 SYSTEM_PROMPT = "You are a helpful assistant."
 RATE = 16_000
 
@@ -122,7 +125,8 @@ class Bench:
             unit = Unit(index, audio, (), False, None, self.now, self.now + 1.0)
             task = self.engine.spawn("bench", self.model.unit(state, unit), results.append)
             self.finish(task)
-            if results[-1].end_of_turn:
+            said = "".join(result.text for result in results)
+            if results[-1].end_of_turn or len(words(said)) >= COMPARED_WORDS:
                 break
         self.model.end(state)
         return results
@@ -223,6 +227,12 @@ def hf_names(decoder: Decoder) -> dict[str, torch.Tensor]:
     return names
 
 
+def is_start(said: list[str], expected: list[str]) -> bool:
+    """Whether two texts that may both be cut short agree as far as they go."""
+    n = min(len(said), len(expected), COMPARED_WORDS)
+    return n > 0 and said[:n] == expected[:n]
+
+
 def words(text: str) -> list[str]:
     return re.findall(r"[a-z0-9']+", text.lower())
 
@@ -231,6 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=int, default=10)
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--only", default="", help="conditions whose name holds this")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
@@ -238,7 +249,7 @@ def main() -> None:
     reference = Reference(bench.model)
     rng = np.random.default_rng(arguments.seed)
     report: dict[str, dict[str, float]] = {}
-    for condition in CONDITIONS:
+    for condition in (c for c in CONDITIONS if arguments.only in c.name):
         n_heard = n_same = 0
         for text, keys in QUESTIONS[: arguments.questions]:
             speech = bench.speak(text, condition.tempo)
@@ -246,9 +257,9 @@ def main() -> None:
             results = bench.ask(track, max_units=len(track) // RATE + 6)
             caption = " ".join(r.heard for r in results if r.heard)
             said = "".join(r.text for r in results)
-            expected = reference.answer(caption, 60) if caption else ""
+            expected = reference.answer(caption, 2 * COMPARED_WORDS) if caption else ""
             is_heard = set(keys.split()) <= set(words(caption))
-            is_same = bool(caption) and words(expected)[:12] == words(said)[:12]
+            is_same = bool(caption) and is_start(words(said), words(expected))
             n_heard += is_heard
             n_same += is_same
             if arguments.verbose or not is_heard or not is_same:
