@@ -47,12 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def settings_of(config: Config, gpu_id: int | None) -> WorkerSettings:
-    """The part of the configuration that a worker's life depends on. Raises ConfigError."""
+    """The part of the configuration that a worker's life depends on."""
     n_slots = config.service.sessions_per_worker
     if n_slots == "auto":
         n_slots = CASCADE_SLOTS_ON_CPU
-    if n_slots < 1:
-        raise ConfigError(f"service.sessions_per_worker is {n_slots}, must be at least 1")
     duplex = config.duplex
     return WorkerSettings(
         backend=config.backend,
@@ -97,12 +95,9 @@ def _refuse_minicpmo45() -> DuplexModel:
 
 
 async def _serve(config: Config, port: int, gpu_id: int | None) -> int:
+    settings = settings_of(config, gpu_id)
     try:
-        settings = settings_of(config, gpu_id)
         listener = bind(port)
-    except ConfigError as error:
-        log.error("configuration refused: %s", error)
-        return EXIT_BAD_CONFIG
     except OSError as error:
         log.error("port %d cannot be taken: %s", port, error.strerror)
         return EXIT_START_FAILED

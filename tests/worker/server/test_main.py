@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from shared.config import Config
-from shared.errors import ConfigError, ModelLoadError
+from shared.errors import ModelLoadError
 from worker.__main__ import WARM_UP_CLIP, builder_of, main, settings_of
 from worker.sessions.rehearsal import ANSWER_S, warm_up_chunks
 
@@ -47,11 +47,6 @@ def test_settings_come_from_the_configuration():
     assert settings.stuck_after_s == 7.0
     limits = settings.limits
     assert (limits.pause_timeout_s, limits.idle_timeout_s, limits.max_session_s) == (1, 2, 3)
-
-
-def test_no_sessions_at_all_is_refused():
-    with pytest.raises(ConfigError, match="sessions_per_worker is 0"):
-        settings_of(config(service={"sessions_per_worker": 0}), None)
 
 
 def test_the_big_model_is_refused_in_one_sentence():
