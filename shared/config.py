@@ -24,12 +24,18 @@ from pydantic import (
 )
 
 from shared.errors import ConfigError
+from shared.limits import IDLE_TIMEOUT_S
 
 RETIRED_KEYS = frozenset({"service.eta_streaming_s"})
 
 PENDING_KEYS: Mapping[str, str] = {
     "model.pt_path": "extra weights are not loaded yet",
+    "model.attn_implementation": "only the large model has a choice of attention",
+    "audio.ref_audio_path": "the embedded back end has one fixed voice",
     "audio.chat_vocoder": "chat with speech is not served yet",
+    "service.request_timeout": "chat requests are not served yet",
+    "service.eta_ema_alpha": "session lengths are not learned yet",
+    "service.eta_ema_min_samples": "session lengths are not learned yet",
     "recording.enabled": "sessions are not recorded yet",
     "recording.session_retention_days": "sessions are not recorded yet",
     "recording.max_storage_gb": "sessions are not recorded yet",
@@ -103,7 +109,7 @@ class DuplexConfig(Section):
     """Seconds a paused session keeps its slot."""
     max_session_s: float = Field(0.0, ge=0)
     """0 = no limit."""
-    idle_timeout_s: float = Field(120.0, gt=0)
+    idle_timeout_s: float = Field(IDLE_TIMEOUT_S, gt=0)
     """A session without valid input for this long is closed."""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.app import create_app
 from shared import errors
-from shared.config import Config
+from shared.config import PENDING_KEYS, Config
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,6 +32,14 @@ def test_every_setting_is_documented_with_its_default(key, default):
 
     assert len(rows) == 1, f"{key} needs exactly one row in docs/configuration.md"
     assert rows[0][1] == f"`{json.dumps(default)}`"
+
+
+@pytest.mark.parametrize("key", sorted(PENDING_KEYS))
+def test_a_setting_without_an_effect_says_so(key):
+    rows = (ROOT / "docs/configuration.md").read_text().splitlines()
+
+    (row,) = [line for line in rows if line.startswith(f"| `{key}` |")]
+    assert "no effect yet" in row
 
 
 def test_no_row_documents_a_setting_that_is_gone():

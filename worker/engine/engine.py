@@ -372,6 +372,7 @@ class Engine:
         try:
             task._program.close()
         except Exception:
+            # Whatever a program's clean-up raises, the task has to end: its slot waits for that.
             log.exception("program failed while closing session=%s", task._session.key)
         self._finish(task, None, task._ending)
 

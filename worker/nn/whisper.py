@@ -3,8 +3,8 @@
 Written from the paper (Radford et al. 2022) and the published configuration: pre-norm blocks,
 absolute positions (fixed sinusoids in the encoder, learned ones in the decoder), no bias on the
 key projections, GELU. Two differences from the published inference code: the encoder takes
-windows shorter than 30 s (its positions are cut; not below `MIN_WINDOW_S`), and both caches of the
-decoder, self and cross, are static tensors with a row per slot.
+windows shorter than 30 s (its positions are cut; not below the shortest of `WINDOWS_S`), and both
+caches of the decoder, self and cross, are static tensors with a row per slot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ POSITIONS_PER_S = FRAMES_PER_S // 2
 """The second convolution halves the frames."""
 
 WINDOWS_S = (10, 20, 30)
-MIN_WINDOW_S = 10
 """In shorter windows the decoder loops: 4 of 10 clips at clip + 5 s, none at 8 s and more."""
 
 
