@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import ssl
 import time
 from collections import deque
@@ -27,6 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.frames import DATA_OPCODES, Frame
+from websockets.http11 import Request, Response
 
 from client.events import (
     Closed,
@@ -73,8 +76,25 @@ LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
+class StampedConnection(ClientConnection):
+    """Remembers when each message was complete at the socket, however busy its reader is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.completed_at: deque[float] = deque()
+        """One `time.monotonic()` per message that has not been read yet."""
+
+    def process_event(self, event: Request | Response | Frame) -> None:
+        if isinstance(event, Frame) and event.opcode in DATA_OPCODES and event.fin:
+            self.completed_at.append(time.monotonic())
+        super().process_event(event)
+
+
 class DuplexClient:
     """One session; open it with `async with`, at most once.
+
+    `sent_at` and `received_at` are readings of `time.monotonic()`, taken at the socket: when the
+    newest message was handed to it, and when the newest returned event was complete in it.
 
     Args:
         url: base address (`ws://`, `wss://`, `http://`, `https://`); a path other than `/` is
@@ -93,13 +113,17 @@ class DuplexClient:
         ca_file: Path | None = None,
     ) -> None:
         prefix = "omni" if mode == "omni" else "adx"
-        self.session_id = f"{prefix}_{_base36(time.time_ns() // 1_000_000)}"
+        # The time alone would name sessions of the same millisecond alike.
+        tail = "".join(secrets.choice(BASE36) for _ in range(4))
+        self.session_id = f"{prefix}_{_base36(time.time_ns() // 1_000_000)}{tail}"
         self.url = endpoint(url, self.session_id)
         self._api_key = api_key
         self._ca_file = ca_file
-        self._socket: ClientConnection | None = None
+        self.sent_at = self.received_at = 0.0
+        self._socket: StampedConnection | None = None
         self._pending: deque[Event] = deque()
-        self._ended = False
+        self.closed: Closed | None = None
+        """The end of the connection, once it has been read."""
 
     async def __aenter__(self) -> Self:
         """Connect.
@@ -110,8 +134,9 @@ class DuplexClient:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else None
         host = urlsplit(self.url).hostname
         try:
-            self._socket = await connect(
+            socket = await connect(
                 self.url,
+                create_connection=StampedConnection,
                 additional_headers=headers,
                 # A proxy of the environment is for far hosts; it cannot reach this one's loopback.
                 proxy=None if host in LOOPBACK_HOSTS else True,
@@ -131,6 +156,8 @@ class DuplexClient:
             ) from error
         except (OSError, InvalidHandshake, InvalidURI) as error:
             raise DuplexError(f"cannot connect to {self.url}: {error or 'timed out'}") from error
+        assert isinstance(socket, StampedConnection)
+        self._socket = socket
         return self
 
     async def __aexit__(
@@ -239,8 +266,10 @@ class DuplexClient:
         await self._send({"type": "stop"})
 
     async def _send(self, message: dict[str, Any]) -> None:
+        frame = json.dumps(message)
+        self.sent_at = time.monotonic()
         try:
-            await self._open_socket().send(json.dumps(message))
+            await self._open_socket().send(frame)
         except ConnectionClosed as error:
             raise DuplexError("the connection to the server is closed") from error
 
@@ -252,24 +281,29 @@ class DuplexClient:
     async def __anext__(self) -> Event:
         if self._pending:
             return self._pending.popleft()
-        if self._ended:
+        if self.closed is not None:
             raise StopAsyncIteration
         return await self._read()
 
     async def _read(self) -> Event:
         """Return the next event that this client knows; messages of other types are skipped."""
+        socket = self._open_socket()
         while True:
             try:
-                frame = await self._open_socket().recv(decode=True)
+                frame = await socket.recv(decode=True)
+                self.received_at = socket.completed_at.popleft()
             except ConnectionClosed as error:
-                self._ended = True
+                self.received_at = time.monotonic()
                 received = error.rcvd
-                return Closed(received.code, received.reason) if received else Closed(1006, "")
+                self.closed = (
+                    Closed(received.code, received.reason) if received else Closed(1006, "")
+                )
+                return self.closed
             event = parse_event(frame)
             if event is not None:
                 return event
 
-    def _open_socket(self) -> ClientConnection:
+    def _open_socket(self) -> StampedConnection:
         assert self._socket is not None, "use the client inside `async with`"
         return self._socket
 

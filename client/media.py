@@ -18,6 +18,10 @@ MAX_FRAME_SIDE = 1024
 """Longer sides are scaled down: the model sees 448 pixel slices, uploads cost every second."""
 
 
+AUDIBLE = 0.01
+"""Sample magnitude (-40 dBFS) below which sound counts as silence."""
+
+
 class MediaError(Exception):
     """A file that is missing or holds nothing to send."""
 
@@ -55,6 +59,12 @@ def read_clip(path: Path) -> Clip:
         raise MediaError(f"{path}: no such file") from error
     except (av.error.FFmpegError, OSError) as error:
         raise MediaError(f"{path}: cannot be read as audio or video") from error
+
+
+def audible_span(samples: Samples) -> tuple[int, int]:
+    """Return the index of the first audible sample and the one after the last; 0, 0 if none is."""
+    audible = np.flatnonzero(np.abs(samples) > AUDIBLE)
+    return (int(audible[0]), int(audible[-1]) + 1) if audible.size else (0, 0)
 
 
 def _decode(container: av.container.InputContainer) -> Clip:

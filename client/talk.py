@@ -30,7 +30,7 @@ from client.duplex import (
     Stopped,
     TimedOut,
 )
-from client.media import MediaError, read_audio, read_clip
+from client.media import MediaError, audible_span, read_audio, read_clip
 from shared.audio import Samples, write_wav
 from shared.limits import INPUT_SAMPLE_RATE_HZ, MAX_CHUNK_S, OUTPUT_SAMPLE_RATE_HZ
 
@@ -39,9 +39,6 @@ LINGER_S = 2.0
 
 MAX_SILENCE_S = 60.0
 """Silence that is sent after the file at most."""
-
-AUDIBLE = 0.01
-"""Sample magnitude (-40 dBFS) below which a file counts as silent."""
 
 GOODBYE_S = 5.0
 """How long the server may take to confirm the end."""
@@ -79,8 +76,7 @@ class Microphone:
     @property
     def sound_end_s(self) -> float:
         """Where the last audible sample is; files often end with silence of their own."""
-        audible = np.flatnonzero(np.abs(self._track) > AUDIBLE)
-        return float(audible[-1]) / INPUT_SAMPLE_RATE_HZ if audible.size else 0.0
+        return audible_span(self._track)[1] / INPUT_SAMPLE_RATE_HZ
 
     def say(self, samples: Samples) -> None:
         """Lay a second clip onto what comes next."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request
@@ -13,12 +14,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from gateway import eta
 from gateway.clock import Clock
 from gateway.context import Gateway
+from gateway.eta import Durations
 from gateway.faults import FaultDesk
 from gateway.pool import Address, Pool
-from gateway.routes import duplex, health, pages, queue
+from gateway.requests import Problem, RequestLimits
+from gateway.routes import config as config_routes
+from gateway.routes import duplex, health, metrics, pages, queue
 from gateway.security import Guard, GuardMiddleware
 from gateway.tickets import TicketQueue
 from shared.config import Config, is_loopback
@@ -45,16 +48,16 @@ def create_app(
     # The legs to the workers are local: a proxy named in the environment must not get them.
     client = httpx.AsyncClient(trust_env=False)
     pool = Pool(workers, client, clock)
-    durations_s = eta.base_durations(config.service)
+    durations = Durations(config.service)
     gateway = Gateway(
         config=config,
         clock=clock,
         pool=pool,
-        queue=TicketQueue(pool, config.service.max_queue_size, durations_s, clock),
+        queue=TicketQueue(pool, config.service.max_queue_size, durations, clock),
         guard=Guard(config.security, is_local=is_loopback(config.service.bind)),
         desk=FaultDesk(),
         static_dir=static_dir,
-        durations_s=durations_s,
+        durations=durations,
     )
 
     @asynccontextmanager
@@ -69,11 +72,17 @@ def create_app(
                 await polling
             await client.aclose()
 
-    app = FastAPI(title="Omni Duplex Gateway", lifespan=lifespan)
+    problems: dict[int | str, dict[str, Any]] = {
+        "4XX": {"model": Problem},
+        "5XX": {"model": Problem},
+    }
+    app = FastAPI(title="Omni Duplex Gateway", lifespan=lifespan, responses=problems)
     app.state.gateway = gateway
-    for module in (health, queue, duplex, pages):
+    gateway.metrics.watch(gateway)
+    for module in (health, metrics, queue, config_routes, duplex, pages):
         app.include_router(module.router)
     app.add_middleware(GuardMiddleware, guard=gateway.guard, desk=gateway.desk)
+    app.add_middleware(RequestLimits, desk=gateway.desk)
     _add_error_handlers(app, gateway.desk)
     return app
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +12,18 @@ from pathlib import Path
 from starlette.requests import HTTPConnection
 
 from gateway.clock import Clock
+from gateway.eta import Durations
 from gateway.faults import FaultDesk
 from gateway.inbox import HeldBytes
 from gateway.link import Background
+from gateway.metrics import GatewayMetrics
 from gateway.offload import LargeFrames
 from gateway.pool import Pool
 from gateway.security import Guard
 from gateway.tickets import TicketQueue
 from shared.config import Config
-from shared.protocol import RequestType
+from shared.errors import TooManyConnections
+from shared.limits import MAX_SESSIONS
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +40,11 @@ class Gateway:
     guard: Guard
     desk: FaultDesk
     static_dir: Path
-    durations_s: Mapping[RequestType, float]
-    """Expected length of a session by request type."""
+    durations: Durations
     large: LargeFrames = field(default_factory=LargeFrames)
     held: HeldBytes = field(default_factory=HeldBytes)
     background: Background = field(default_factory=Background)
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the gateway goes down: sessions end with `server_shutdown`."""
     n_diagnostics: int = 0
@@ -49,7 +52,13 @@ class Gateway:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Count the running task as a session that `drain` waits for."""
+        """Count the running task as a session that `drain` waits for.
+
+        Raises:
+            TooManyConnections: as many run or wait as one process can hold.
+        """
+        if len(self.sessions) >= MAX_SESSIONS:
+            raise TooManyConnections("The service holds too many sessions")
         task = asyncio.current_task()
         assert task is not None
         self.sessions.add(task)

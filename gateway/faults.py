@@ -7,13 +7,20 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shared.errors import OmniError
+from shared.errors import OmniError, slugs
+from shared.logs import cut
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
 MAX_CLOSE_REASON_BYTES = 123
 """RFC 6455: a control frame holds 125 bytes, two of them the code."""
+
+
+OTHER = "other"
+"""Counts what no error class of ours is called: a worker of another version may say anything."""
+
+MAX_WHERE_CHARS = 200
 
 
 class WorkerFailure(OmniError):
@@ -56,6 +63,11 @@ def fault_of(error: OmniError) -> Fault:
     return Fault(error.slug, str(error), error.ws_close, error.http_status)
 
 
+def slug_labels() -> list[str]:
+    """Return everything that a failure can be counted as."""
+    return [*sorted(slugs()), OTHER]
+
+
 class FaultDesk:
     """Translates exceptions and keeps the number of each slug."""
 
@@ -72,7 +84,13 @@ class FaultDesk:
         if isinstance(error, OmniError):
             fault = fault_of(error)
         else:
+            # A path is the client's to choose.
+            where = cut(where, MAX_WHERE_CHARS)
             log.error("unexpected failure where=%r", where, exc_info=error)
             fault = Fault("internal", f"Internal error ({where})", 1011, 500)
-        self.counts[fault.slug] += 1
+        self.count(fault.slug)
         return fault
+
+    def count(self, slug: str) -> None:
+        """Count a failure that a client is told."""
+        self.counts[slug if slug in slugs() else OTHER] += 1

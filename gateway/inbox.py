@@ -13,13 +13,16 @@ from shared.errors import BadMessage
 from shared.limits import INPUT_SAMPLE_RATE_HZ, MAX_FRAME_BYTES, MAX_INBOX_UNITS, MIB
 from shared.protocol import Command, Input, Prepare
 
-MAX_HELD_AUDIO_BYTES = MAX_INBOX_UNITS * INPUT_SAMPLE_RATE_HZ * F32_BYTES
+MAX_HELD_AUDIO_S = MAX_INBOX_UNITS
 """As much audio as a worker's own inbox holds: a replay of more would be dropped there."""
+
+MAX_HELD_AUDIO_BYTES = MAX_HELD_AUDIO_S * INPUT_SAMPLE_RATE_HZ * F32_BYTES
 
 MAX_HELD_BYTES = 16 * MIB
 """Frames, voices and audio of one client; one single chunk may be larger."""
 
 MAX_HELD_COMMANDS = 256
+MAX_UNANSWERED = 2 * MAX_HELD_COMMANDS
 MAX_HELD_BYTES_IN_ALL = 4 * MAX_FRAME_BYTES
 
 
@@ -38,6 +41,8 @@ class Chunk:
     seq: int | None = None
     """Its number on the worker's leg; None = not sent yet."""
     is_dropped: bool = False
+    refusal: BadMessage | None = None
+    """Why it never went to the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +104,20 @@ class Inbox:
                 return chunk
         return None
 
-    def due_drops(self) -> list[Chunk]:
-        """Take the dropped chunks whose turn to be answered has come."""
+    def refuse(self, error: BadMessage, arrived_at: float) -> None:
+        """Have a chunk that cannot be used answered in its turn.
+
+        Raises:
+            BadMessage: the error itself, to be answered now: too many wait for their turn.
+        """
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            raise error
+        self._unanswered.append(Chunk(arrived_at, refusal=error))
+
+    def due(self) -> list[Chunk]:
+        """Take the dropped and the refused chunks whose turn to be answered has come."""
         due = []
-        while self._unanswered and self._unanswered[0].is_dropped:
+        while self._unanswered and (self._unanswered[0].is_dropped or self._unanswered[0].refusal):
             due.append(self._unanswered.popleft())
         return due
 
@@ -144,10 +159,17 @@ class Inbox:
 
 
 def _entry(command: Command, arrived_at: float) -> Entry:
+    n_bytes = n_bytes_of(command)
     if isinstance(command, Input):
-        n_bytes = len(command.audio) + sum(len(frame) for frame in command.frames)
         return Entry(command, n_bytes, len(command.audio), Chunk(arrived_at))
-    if isinstance(command, Prepare):
-        n_bytes = len(command.reference_voice) + len(command.tts_reference_voice)
-        return Entry(command, n_bytes, 0, None)
-    return Entry(command, 0, 0, None)
+    return Entry(command, n_bytes, 0, None)
+
+
+def n_bytes_of(command: Command) -> int:
+    """Return the bytes of media that a command carries."""
+    match command:
+        case Input():
+            return len(command.audio) + sum(map(len, command.frames))
+        case Prepare():
+            return len(command.reference_voice) + len(command.tts_reference_voice)
+    return 0

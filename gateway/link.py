@@ -12,9 +12,10 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.typing import Subprotocol
 
 from gateway.faults import WorkerFailure
+from gateway.inbox import n_bytes_of
 from gateway.offload import LargeFrames
 from gateway.pool import Lease
-from shared.errors import BadMessage, NoFreeSlot, WorkerLost
+from shared.errors import BadMessage, NoFreeSlot, NoWorker, WorkerLost
 from shared.limits import MAX_FRAME_BYTES, WS_PING_INTERVAL_S, WS_PING_TIMEOUT_S
 from shared.protocol import (
     SESSION_PATH,
@@ -25,6 +26,7 @@ from shared.protocol import (
     Failure,
     Open,
     Opened,
+    Prepared,
     Stop,
     decode_event,
     encode,
@@ -37,6 +39,7 @@ CLEANUP_TIMEOUT_S = 15.0
 """From `Stop` to `Closed`; a worker that needs longer is not trusted until its next report."""
 
 CLOSE_TIMEOUT_S = 2.0
+CLOSE_NORMAL = 1000
 
 
 class Background:
@@ -70,6 +73,8 @@ class WorkerLink:
         self._background = background
         self._large = large
         self._connection: ClientConnection | None = None
+        self._is_prepared = False
+        self._is_failed = False
         self._is_stop_sent = False
         self._is_closed = False
         self._is_broken = False
@@ -84,7 +89,7 @@ class WorkerLink:
 
         Raises:
             WorkerLost: the worker cannot be reached or does not answer.
-            NoFreeSlot: it has less room than it last reported.
+            NoFreeSlot: it has less room than it last reported, or takes nobody any more.
             WorkerFailure: it refused for another reason.
         """
         try:
@@ -106,7 +111,8 @@ class WorkerLink:
             self._is_broken = True
             raise WorkerLost("The worker cannot be reached") from error
         if isinstance(answer, Failure):
-            if answer.slug == NoFreeSlot.slug:
+            # Between two polls it may have begun to drain, or be a new process that still loads.
+            if answer.slug in (NoFreeSlot.slug, NoWorker.slug):
                 self._lease.worker.mark_full()
                 raise NoFreeSlot(answer.message)
             raise WorkerFailure(answer.slug, answer.message, answer.close_code or 1011)
@@ -125,7 +131,8 @@ class WorkerLink:
         assert self._connection is not None
         self._is_stop_sent |= isinstance(command, Stop)
         try:
-            await self._connection.send(encode(command))
+            async with self._large.sending(n_bytes_of(command)):
+                await self._connection.send(encode(command))
         except ConnectionClosed as error:
             self._is_broken = True
             raise WorkerLost("The connection to the worker was lost") from error
@@ -146,7 +153,13 @@ class WorkerLink:
         except BadMessage as error:
             self._is_broken = True
             raise WorkerLost("The worker speaks another protocol version") from error
-        self._is_closed |= isinstance(event, Closed)
+        match event:
+            case Closed():
+                self._is_closed = True
+            case Prepared():
+                self._is_prepared = True
+            case Failure(close_code=int(code)) if code != CLOSE_NORMAL:
+                self._is_failed = True
         return event
 
     def retire(self, reason: str) -> None:
@@ -180,4 +193,5 @@ class WorkerLink:
                 if connection is not None:
                     await connection.close()
             finally:
-                self._lease.release(broken=self._is_broken)
+                is_sample = self._is_prepared and self._is_closed and not self._is_failed
+                self._lease.release(broken=self._is_broken, is_sample=is_sample)

@@ -2,8 +2,8 @@
 
 A worker is polled by a task of its own, so a slow one delays nobody. The gateway counts the
 leases it gave; a poll only adds what it cannot know itself (loading, failed, slots in use by
-others). A worker whose connection broke gets no session until a later poll was good, and one
-that leaves several polls in a row unanswered loses the sessions it has.
+others). A worker whose connection broke, or that left a poll unanswered, gets no session until a
+later poll was good; one that leaves two polls in a row unanswered loses the sessions it has.
 """
 
 from __future__ import annotations
@@ -21,25 +21,34 @@ from shared.protocol import RequestType, WorkerHealth
 
 log = logging.getLogger(__name__)
 
-POLL_READY_S = 1.0
-POLL_NOT_READY_S = 0.5
+POLL_S = 0.5
 """From the begin of one poll to the next; a new worker gets sessions this soon after its start."""
 
-POLL_TIMEOUT_S = 1.0
-"""A ready worker answers within this. A single slow answer costs it new sessions until the next
-poll, nothing else."""
+POLL_TIMEOUT_S = 0.6
+"""A worker that serves answers within this. A single slow answer costs it new sessions until the
+next poll, nothing else."""
 
 LOADING_POLL_TIMEOUT_S = 3.0
 """While it loads, imports may hold its interpreter for longer."""
 
-SILENT_POLLS = 3
-"""Polls in a row without an answer after which a worker's sessions are given up. Their sockets
-would say nothing before the ping's timeout. Polls are counted instead of seconds because a
-gateway that was itself held up has not asked meanwhile."""
+SILENT_POLLS = 2
+"""Polls in a row without an answer after which a worker's sessions are given up; their sockets
+would say nothing before the ping's timeout. So a worker that freezes is found out within
+`POLL_S + 2 * POLL_TIMEOUT_S` = 1.7 s, and one that is busy for up to 1.2 s loses nobody. Polls
+are counted instead of seconds because a gateway that was itself held up has not asked meanwhile.
+"""
+
+HELD_UP_S = 0.1
+"""A poll whose time-out came this much too late met a gateway that was held up; whether the
+worker had answered is not known, so it counts neither way."""
 
 RESTART_GRACE_S = 40.0
 """A worker that has been offline or in error for less counts as restarting: a failed worker
 exits, and its launcher brings it back after 30 s at most."""
+
+MAX_FAILED_STARTS = 3
+"""A worker that was seen to load this many times without ever getting ready needs somebody's help:
+between its attempts it does not count as restarting any more."""
 
 BUSY_WORD: dict[RequestType, str] = {
     "omni_duplex": "duplex_active",
@@ -73,15 +82,17 @@ class Lease:
         self.lost = asyncio.Event()
         """Set when the worker has stopped answering."""
 
-    def release(self, *, broken: bool = False) -> None:
+    def release(self, *, broken: bool = False, is_sample: bool = False) -> None:
         """Give the slot back; further calls do nothing.
 
         Args:
             broken: the worker's connection ended before it said that the slot is clean.
+            is_sample: the session has begun and ended in order, so that its length tells how
+                long others of its type may take.
         """
         if not self.released:
             self.released = True
-            self._pool.take_back(self, broken)
+            self._pool.take_back(self, broken, is_sample)
 
 
 class Worker:
@@ -105,6 +116,8 @@ class Worker:
         self._n_breaks = 0
         self._polled_breaks = 0
         self._n_silent_polls = 0
+        self._loading_pid: int | None = None
+        self._n_failed_starts = 0
 
     @property
     def name(self) -> str:
@@ -157,8 +170,10 @@ class Worker:
     def is_starting(self, now: float) -> bool:
         """Whether it may become ready without anybody's help."""
         if self.down_since is not None:
-            return now - self.down_since < RESTART_GRACE_S
-        return self.suspended or self.status == "loading"
+            is_hopeless = self._n_failed_starts >= MAX_FAILED_STARTS
+            return not is_hopeless and now - self.down_since < RESTART_GRACE_S
+        # A worker that drains exits, and its launcher brings it back.
+        return self.suspended or self.status in ("loading", "draining")
 
     def begin_poll(self) -> None:
         self._overlapping = set(self.leases)
@@ -171,6 +186,7 @@ class Worker:
         self.is_offline = self.failed = False
         self._n_silent_polls = 0
         self._note_down(health.status == "error", now)
+        self._note_start(health)
         # A lease that began or ended while the poll was under way may or may not be in its
         # numbers; counting it as ours keeps a slot that was just freed from looking taken.
         in_use = health.slots_total - health.slots_free
@@ -191,6 +207,15 @@ class Worker:
                 lease.lost.set()
         self._note_down(True, now)
 
+    def _note_start(self, health: WorkerHealth) -> None:
+        if health.status == "healthy":
+            self._loading_pid = None
+            self._n_failed_starts = 0
+        elif health.status == "initializing":
+            # Another process loads than last time, so that one has ended without being ready.
+            self._n_failed_starts += self._loading_pid not in (None, health.pid)
+            self._loading_pid = health.pid
+
     def _note_down(self, is_down: bool, now: float) -> None:
         if not is_down:
             self.down_since = None
@@ -209,16 +234,12 @@ class Worker:
             self.poke.set()
 
     @property
-    def poll_interval_s(self) -> float:
-        return POLL_READY_S if self.in_rotation else POLL_NOT_READY_S
-
-    @property
     def poll_timeout_s(self) -> float:
         serves = self.in_rotation or self.leases
         return POLL_TIMEOUT_S if serves else LOADING_POLL_TIMEOUT_S
 
     def mark_full(self) -> None:
-        """The worker refused a session for want of a slot: believe it until the next poll."""
+        """The worker refused a session: send it no other until the next poll, which is now."""
         # The lease of the refused session is still counted among ours.
         self._n_foreign = max(self._n_foreign, self.slots_total - len(self.leases) + 1)
         self.poke.set()
@@ -234,6 +255,10 @@ class Pool:
         self.workers = [Worker(i, address, now) for i, address in enumerate(addresses)]
         self.on_change: Callable[[], None] = lambda: None
         """Called after every change that may free, add or remove a slot."""
+        self.on_sample: Callable[[RequestType, float], None] = lambda request_type, length_s: None
+        """Called with the length of every session that began and ended in order."""
+        self.stage_lengths_s: dict[str, float] = {}
+        """Stages of the last start of a worker that was seen to its end."""
 
     @property
     def n_ready(self) -> int:
@@ -259,15 +284,18 @@ class Pool:
         log.info("lease given worker=%s leased_session=%s", worker.name, session_id)
         return lease
 
-    def take_back(self, lease: Lease, broken: bool) -> None:
+    def take_back(self, lease: Lease, broken: bool, is_sample: bool) -> None:
         lease.worker.take_back(lease, broken)
+        held_s = self._clock.monotonic() - lease.started_at
         log.info(
             "lease released worker=%s leased_session=%s broken=%s held_s=%.1f",
             lease.worker.name,
             lease.session_id,
             broken,
-            self._clock.monotonic() - lease.started_at,
+            held_s,
         )
+        if is_sample:
+            self.on_sample(lease.request_type, held_s)
         self.on_change()
 
     async def run(self) -> None:
@@ -281,9 +309,13 @@ class Pool:
         while True:
             worker.poke.clear()
             began_at = loop.time()
-            await self.poll(worker)
             try:
-                async with asyncio.timeout_at(began_at + worker.poll_interval_s):
+                await self.poll(worker)
+            except Exception:
+                # Without its polls a worker would look as it did last, for ever.
+                log.exception("poll failed worker=%s", worker.name)
+            try:
+                async with asyncio.timeout_at(began_at + POLL_S):
                     await worker.poke.wait()
             except TimeoutError:
                 continue
@@ -292,16 +324,26 @@ class Pool:
         """Ask one worker for its health and take in the answer."""
         before = worker.status
         worker.begin_poll()
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + worker.poll_timeout_s
         try:
-            response = await self._client.get(
-                f"http://{worker.address}/health", timeout=worker.poll_timeout_s
-            )
+            async with asyncio.timeout_at(ends_at):
+                # httpx counts each of its steps by itself; the poll as a whole is what is bounded.
+                response = await self._client.get(f"http://{worker.address}/health", timeout=None)
             health = msgspec.json.decode(response.content, type=WorkerHealth)
+        except TimeoutError:
+            held_up_s = loop.time() - ends_at
+            if held_up_s > HELD_UP_S:
+                log.warning("poll says nothing worker=%s held_up_s=%.1f", worker.name, held_up_s)
+                return
+            worker.miss(self._clock.monotonic(), answered=False)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             answered = isinstance(error, msgspec.MsgspecError)
             worker.miss(self._clock.monotonic(), answered=answered)
         else:
             worker.observe(health, self._clock.monotonic())
+            if worker.in_rotation:
+                self.stage_lengths_s = {stage.name: stage.elapsed_s for stage in health.stages}
         if worker.status != before:
             log.info("worker seen worker=%s old=%s new=%s", worker.name, before, worker.status)
         self.on_change()

@@ -15,27 +15,44 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
+from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from gateway.context import Gateway
-from gateway.dialects.contract import Diagnostic, Dialect
+from gateway.dialects.contract import Diagnostic, Dialect, RefusedChunk
 from gateway.faults import Fault, WorkerFailure
 from gateway.inbox import Chunk, Inbox
 from gateway.link import WorkerLink
+from gateway.metrics import SessionWatch
 from gateway.pool import Lease
 from gateway.tickets import Ticket
 from shared.errors import (
     BadMessage,
+    FrameTooLarge,
     NoFreeSlot,
     ServerShutdown,
     SlowReader,
     UnexpectedBinary,
     WorkerLost,
 )
-from shared.limits import MAX_OUTBOX_BYTES
-from shared.protocol import Closed, Event, Failure, Open, RequestType, Result, Stop, Stopped
+from shared.limits import MAX_FRAME_BYTES, MAX_OUTBOX_BYTES
+from shared.protocol import (
+    Closed,
+    Event,
+    Failure,
+    Open,
+    Paused,
+    Prepared,
+    RequestType,
+    Result,
+    Stop,
+    Stopped,
+)
 
 log = logging.getLogger(__name__)
+
+FRAME_TOO_LARGE = "frame_too_large"
+"""Key of a `websocket.receive` event that stands for a message above the frame limit."""
 
 QUEUE_UPDATE_S = 3.0
 OPEN_ATTEMPTS = 4
@@ -112,6 +129,7 @@ class Relay:
         self._link: WorkerLink | None = None
         self._is_queue_shown = False
         self._n_results = 0
+        self._watch = SessionWatch(gateway.metrics, gateway.config.audio.playback_delay_ms / 1000.0)
 
     async def run(self) -> None:
         """Serve the session to its end; returns once the socket has been told to close."""
@@ -129,6 +147,7 @@ class Relay:
             await self._finish(fault)
         finally:
             self._inbox.close()
+            self._gateway.metrics.session_ended(ending)
             log.info(
                 "session ended ending=%s results=%d unanswered=%d duration_s=%.1f",
                 ending,
@@ -141,20 +160,24 @@ class Relay:
 
     async def _read(self) -> None:
         while True:
-            message = await self._socket.receive()
-            if message["type"] == "websocket.disconnect":
-                raise ClientGone
-            arrived_at = self._clock.monotonic()
-            frame = message.get("text")
-            if frame is None:
-                raise UnexpectedBinary("Binary frames are not part of this protocol")
-            try:
-                await self._accept(frame, arrived_at)
-            except BadMessage as error:
-                fault = self._gateway.desk.translate(error, f"session {self._session_id}")
-                self._outbox.put(self._dialect.failure(fault.slug, fault.message))
+            # In a call of its own: a local name here would keep the last message, which may have
+            # 128 MiB, until the next one.
+            await self._take(await self._socket.receive())
             # Receiving does not yield while frames wait; a burst must not starve the other pumps.
             await asyncio.sleep(0)
+
+    async def _take(self, message: Message) -> None:
+        if message["type"] == "websocket.disconnect":
+            raise ClientGone
+        if FRAME_TOO_LARGE in message:
+            raise FrameTooLarge(f"A message may have {MAX_FRAME_BYTES} bytes at most")
+        frame = message.get("text")
+        if frame is None:
+            raise UnexpectedBinary("Binary frames are not part of this protocol")
+        try:
+            await self._accept(frame, self._clock.monotonic())
+        except BadMessage as error:
+            self._refuse(error)
 
     async def _accept(self, frame: str, arrived_at: float) -> None:
         command = await self._gateway.large.run(len(frame), self._dialect.parse, frame)
@@ -163,8 +186,11 @@ class Relay:
             return
         if self._stop.is_set():
             raise BadMessage("The session has been stopped")
-        self._inbox.put(command, arrived_at)
-        self._answer_drops()
+        if isinstance(command, RefusedChunk):
+            self._inbox.refuse(command.error, arrived_at)
+        else:
+            self._inbox.put(command, arrived_at)
+        self._answer_due()
         if isinstance(command, Stop):
             self._stop.set()
 
@@ -234,7 +260,9 @@ class Relay:
                 lease = await self._wait(ticket)
                 self._link = WorkerLink(lease, gateway.background, gateway.large)
                 try:
-                    await self._link.open(Open(self._session_id, "duplex", self._request_type))
+                    opening = Open(self._session_id, "duplex", self._request_type)
+                    # A worker that has frozen would use up the whole time-out of the opening.
+                    await first_to_end(self._link.open(opening), self._link.watch())
                 except (WorkerLost, NoFreeSlot) as error:
                     self._link.retire("refused")
                     log.warning("worker refused attempt=%d error=%s", attempt, error)
@@ -242,7 +270,11 @@ class Relay:
                         raise
                     gateway.queue.rejoin(ticket)
                 else:
-                    log.info("session assigned worker=%s", self._link.worker_name)
+                    wait_s = self._clock.monotonic() - ticket.enqueued_at
+                    gateway.metrics.queue_wait_seconds.observe(wait_s)
+                    log.info(
+                        "session assigned worker=%s wait_s=%.1f", self._link.worker_name, wait_s
+                    )
                     return
         finally:
             gateway.queue.leave(ticket)
@@ -288,6 +320,10 @@ class Relay:
                     self._answer(event)
                 case _:
                     is_stopped |= isinstance(event, Stopped)
+                    if isinstance(event, Prepared):
+                        self._watch.prepared(self._clock.monotonic())
+                    elif isinstance(event, Paused):
+                        self._watch.paused()
                     self._show(event, 0.0)
 
     async def _limit_stop(self) -> None:
@@ -307,22 +343,32 @@ class Relay:
             return
         self._n_results += 1
         self._show(result, self._age_ms(chunk))
-        self._answer_drops()
+        self._watch.answered(result, chunk.arrived_at, self._clock.monotonic())
+        self._answer_due()
 
-    def _answer_drops(self) -> None:
-        for chunk in self._inbox.due_drops():
+    def _answer_due(self) -> None:
+        """Answer the chunks that the worker is not asked about, each in its turn."""
+        for chunk in self._inbox.due():
+            if chunk.refusal is not None:
+                self._refuse(chunk.refusal)
+                continue
             self._n_results += 1
+            self._watch.dropped()
             self._outbox.put(self._dialect.dropped(self._age_ms(chunk), self._clock.wall()))
 
     def _fail(self, failure: Failure) -> None:
         """Raises WorkerFailure when the failure ends the session."""
-        if failure.seq is not None:
-            self._inbox.answered(failure.seq)
+        if failure.seq is not None and self._inbox.answered(failure.seq) is not None:
+            self._watch.failed()
         if failure.close_code is not None:
             raise WorkerFailure(failure.slug, failure.message, failure.close_code)
-        self._gateway.desk.counts[failure.slug] += 1
+        self._gateway.desk.count(failure.slug)
         self._outbox.put(self._dialect.failure(failure.slug, failure.message))
-        self._answer_drops()
+        self._answer_due()
+
+    def _refuse(self, error: BadMessage) -> None:
+        fault = self._gateway.desk.translate(error, f"session {self._session_id}")
+        self._outbox.put(self._dialect.failure(fault.slug, fault.message))
 
     def _age_ms(self, chunk: Chunk) -> float:
         return (self._clock.monotonic() - chunk.arrived_at) * 1000.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.faults import FaultDesk
-from shared.config import SecurityConfig, is_loopback
+from shared.config import Config, SecurityConfig, is_loopback
 from shared.errors import ForbiddenOrigin, OmniError, TooManySessions, Unauthorized
 
 COOKIE = "omni_api_key"
@@ -24,6 +25,7 @@ COOKIE_SAFE = re.compile(r"[!#-+\--:<-\[\]-~]+")
 QUERY_NAMES = ("api_key", "token")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+CLIENT_PREFIX_BITS = 64
 DEFAULT_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
 
@@ -79,7 +81,7 @@ class Guard:
         """Hold one of the client's sessions.
 
         Raises:
-            TooManySessions: the client, told by its key or else its address, has all it may.
+            TooManySessions: the client, told by its key or else its network, has all it may.
         """
         client = self._client(connection)
         if self._max_sessions and self._sessions[client] >= self._max_sessions:
@@ -97,7 +99,7 @@ class Guard:
         key = next(filter(self.accepts, given_keys(connection)), None)
         if key is not None:
             return f"key:{key}"
-        return connection.client.host if connection.client else "unknown"
+        return network_of(connection.client.host) if connection.client else "unknown"
 
 
 class GuardMiddleware:
@@ -140,6 +142,34 @@ class GuardMiddleware:
             await send(message)
 
         return send_with_cookie
+
+
+def network_of(address: str) -> str:
+    """Return what counts as one client: an IPv4 address, or the /64 network of an IPv6 one.
+
+    A network of that size is what one customer or one machine gets, and may use at will.
+    """
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((parsed, CLIENT_PREFIX_BITS), strict=False))
+
+
+def warnings_of(config: Config) -> list[str]:
+    """Return a sentence for each setting that is dangerous where the service listens."""
+    security = config.security
+    if is_loopback(config.service.bind) or security.max_sessions_per_client:
+        return []
+    # No default number: behind a proxy on another machine all clients have one address.
+    return [
+        f"service.bind is {config.service.bind} and security.max_sessions_per_client is 0: one "
+        "client can take every slot and fill the queue"
+    ]
 
 
 def given_keys(connection: HTTPConnection) -> tuple[str, ...]:

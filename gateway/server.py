@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
+import sys
 from collections import deque
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn._types import ASGIReceiveEvent
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import PayloadTooBig
+from websockets.frames import Close, Frame, Opcode
 
+from gateway.connection import HttpConnection
 from gateway.context import Gateway
+from gateway.relay import FRAME_TOO_LARGE
 from shared.limits import (
     DEAD_CLIENT_TIMEOUT_S,
+    KEEP_ALIVE_S,
     LARGE_FRAME_BYTES,
     MAX_FRAME_BYTES,
     MAX_LARGE_FRAMES,
+    REQUEST_HEAD_TIMEOUT_S,
 )
 
 log = logging.getLogger(__name__)
@@ -33,10 +42,17 @@ pause, what arrived meanwhile is read before the next ping is sent."""
 CLOSE_GRACE_S = 5.0
 """For the closing handshake and unsent bytes; then the connection is cut."""
 
+QUIET_S = 0.5
+"""A client that was told to stop has stopped when nothing has come for this long."""
+
 LARGE_FRAME_TIMEOUT_S = 60.0
 """From the first bytes beyond the size of ordinary frames to the whole frame being read."""
 
 GRACEFUL_SHUTDOWN_S = 10
+STARTUP_FAILURE = 3
+"""uvicorn's own exit code of a server that could not start."""
+
+MAX_OPEN_FILES = 65_536
 
 
 class LargeFrameGate:
@@ -75,11 +91,17 @@ class ClientProtocol(WebSocketsSansIOProtocol):
     _n_unheard_pings = 0
     _has_permit = False
     _is_gated = False
+    _is_over_long = False
+    """A message above the frame limit has begun: nothing more is read, words may still be said."""
     _deadline: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         self._n_unheard_pings = 0
         super().data_received(data)
+        if self._is_over_long:
+            if self.close_sent:
+                self._close_when_quiet()
+            return
         if self.conn.handshake_exc is not None and not self.transport.is_closing():
             # The library has written its refusal of an over-long request; uvicorn sends none.
             self.transport.write(b"".join(self.conn.data_to_send()))
@@ -116,6 +138,67 @@ class ClientProtocol(WebSocketsSansIOProtocol):
             # An empty text is no JSON either, and is refused with a reason instead of a trace.
             self.frames = [b""]
         super().send_receive_event_to_app()
+
+    # The parser keeps each frame until the next one has come, with its 128 MiB if need be.
+
+    def handle_text(self, event: Frame) -> None:
+        super().handle_text(event)
+        event.data = b""
+
+    def handle_bytes(self, event: Frame) -> None:
+        super().handle_bytes(event)
+        event.data = b""
+
+    def handle_cont(self, event: Frame) -> None:
+        super().handle_cont(event)
+        event.data = b""
+
+    def handle_parser_exception(self) -> None:
+        error = self.conn.parser_exc
+        if self._is_over_long or not isinstance(error, PayloadTooBig):
+            if not self._is_over_long:
+                super().handle_parser_exception()
+            return
+        # The library has sealed itself and throws away what comes. Its bare close frame is not
+        # sent yet: the application says first why, in the words of its dialect.
+        self._is_over_long = True
+        self.conn.data_to_send()
+        self.stop_keepalive()
+        self._end_large_frame()
+        self.frames = []
+        event: Any = {"type": "websocket.receive", FRAME_TOO_LARGE: True}
+        self.queue.put_nowait(event)
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if not self._is_over_long:
+            if message["type"] == "websocket.send" and self.transport.is_closing():
+                # Reset under us, and not told yet: asyncio would log every further write.
+                raise ClientDisconnected
+            await super().send(message)
+            return
+        await self.writable.wait()
+        if self.disconnected or self.close_sent:
+            raise ClientDisconnected
+        if message["type"] == "websocket.send":
+            text = message.get("text") or ""
+            self.transport.write(Frame(Opcode.TEXT, text.encode()).serialize(mask=False))
+        elif message["type"] == "websocket.close":
+            code, reason = message.get("code", 1000), message.get("reason") or ""
+            data = Close(code, reason).serialize()
+            self.transport.write(Frame(Opcode.CLOSE, data).serialize(mask=False))
+            self.close_sent = True
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": code})
+            self._close_when_quiet()
+            if self.read_paused:
+                self.read_paused = False
+                self.transport.resume_reading()
+
+    def _close_when_quiet(self) -> None:
+        """Read on while the client is still sending: closing at once would reset the connection,
+        and what was said would be lost. `run_asgi` bounds it."""
+        if self.close_timer is not None:
+            self.close_timer.cancel()
+        self.close_timer = self.loop.call_later(QUIET_S, self.transport.close)
 
     def send_keepalive_ping(self) -> None:
         if self._n_unheard_pings >= PINGS_BEFORE_DEAD:
@@ -169,10 +252,29 @@ class GatewayServer(uvicorn.Server):
         self._gateway = gateway
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            scheme = "https" if self.config.is_ssl else "http"
-            log.info("listening url=%s://%s:%d", scheme, self.config.host, self.port)
+        """Listen. uvicorn's own would let a TLS handshake take a minute."""
+        config = self.config
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        options: dict[str, Any] = {}
+        if config.is_ssl:
+            options = {"ssl": config.ssl, "ssl_handshake_timeout": REQUEST_HEAD_TIMEOUT_S}
+        try:
+            listener = await asyncio.get_running_loop().create_server(
+                self._connection, config.host, config.port, backlog=config.backlog, **options
+            )
+        except OSError as error:
+            log.error("cannot listen host=%s port=%d: %s", config.host, config.port, error)
+            await self.lifespan.shutdown()
+            sys.exit(STARTUP_FAILURE)
+        self.servers = [listener]
+        self.started = True
+        scheme = "https" if config.is_ssl else "http"
+        log.info("listening url=%s://%s:%d", scheme, config.host, self.port)
+
+    def _connection(self) -> HttpConnection:
+        return HttpConnection(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
@@ -199,6 +301,8 @@ def build_server(
         app,
         host=host,
         port=port,
+        http=HttpConnection,
+        timeout_keep_alive=KEEP_ALIVE_S,
         ws=ClientProtocol,
         ws_max_size=MAX_FRAME_BYTES,
         ws_ping_interval=CLIENT_PING_INTERVAL_S,
@@ -214,3 +318,11 @@ def build_server(
         timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
     )
     return GatewayServer(config, app.state.gateway)
+
+
+def allow_open_files() -> None:
+    """Let the process hold as many connections as the machine allows: two for a session."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

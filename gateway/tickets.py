@@ -10,12 +10,11 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gateway import eta
 from gateway.clock import Clock
-from gateway.pool import Lease, Pool
+from gateway.pool import Lease, Pool, Worker
 from shared.errors import NoWorker, OmniError, QueueFull, TicketCancelled
 from shared.protocol import RequestType
 
@@ -67,17 +66,18 @@ class TicketQueue:
         self,
         pool: Pool,
         max_size: int,
-        durations_s: Mapping[RequestType, float],
+        durations: eta.Durations,
         clock: Clock,
     ) -> None:
         self._pool = pool
-        self._durations_s = durations_s
+        self._durations = durations
         self._clock = clock
         self._waiting: deque[Ticket] = deque()
         self._places: dict[str, Place] = {}
         self._places_at = -ESTIMATES_VALID_S
         self.max_size = max_size
         pool.on_change = self.dispatch
+        pool.on_sample = durations.learn
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -150,6 +150,10 @@ class TicketQueue:
             self._estimate()
         return self._places.get(ticket.ticket_id, Place(0, 0.0, len(self._waiting), False))
 
+    def estimate_anew(self) -> None:
+        """The expected lengths have been changed."""
+        self._places_at = -ESTIMATES_VALID_S
+
     def _refuse(self, ticket: Ticket, error: OmniError) -> None:
         self._waiting.remove(ticket)
         ticket.error = error
@@ -172,7 +176,8 @@ class TicketQueue:
 
     def _estimate(self) -> None:
         waits = eta.simulate(
-            self._slots_free_in_s(), [self._durations_s[t.request_type] for t in self._waiting]
+            self._slots_free_in_s(),
+            [self._durations.expected_s(ticket.request_type) for ticket in self._waiting],
         )
         is_starting = self._pool.n_ready == 0
         self._places = {
@@ -187,13 +192,20 @@ class TicketQueue:
         for worker in self._pool.workers:
             if worker.in_rotation:
                 slots += [0.0] * worker.slots_free
-                slots += [
-                    eta.remaining(self._durations_s[lease.request_type], now - lease.started_at)
-                    for lease in worker.leases
-                ]
+                slots += self._leases_left_s(worker, now)
                 slots += [eta.OVERDUE_S] * worker.n_foreign
             elif worker.is_starting(now):
-                known = worker.health.eta_s if worker.health else None
-                wait_s = eta.STARTUP_S if known is None else max(known, 1.0)
+                is_loading = worker.status == "loading"
+                wait_s = eta.start_left(
+                    worker.health if is_loading else None, self._pool.stage_lengths_s
+                )
+                if worker.status == "draining":
+                    wait_s += max(self._leases_left_s(worker, now), default=0.0)
                 slots += [wait_s] * max(1, worker.slots_total)
         return slots
+
+    def _leases_left_s(self, worker: Worker, now: float) -> list[float]:
+        return [
+            eta.remaining(self._durations.expected_s(lease.request_type), now - lease.started_at)
+            for lease in worker.leases
+        ]

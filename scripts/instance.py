@@ -1,4 +1,4 @@
-"""The one running launcher of a checkout: its lock, its pid, how it is asked to end.
+"""The one running launcher of a checkout: its lock, its pid, its notes, how it is asked for things.
 
 The lock belongs to the launcher's process and goes with it, however it ends, so a pid in the
 file counts only while the lock is held: a stale file never leads to a signal to a stranger.
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -102,6 +103,38 @@ def stop(run_dir: Path) -> bool:
             os.kill(instance.pid, signal.SIGKILL)
             _wait_until_gone(run_dir, instance, KILL_TIMEOUT_S)
     return True
+
+
+def restart(run_dir: Path) -> bool:
+    """Ask the running launcher to restart its workers one by one; False when none runs."""
+    instance = running(run_dir)
+    if instance is None:
+        return False
+    try:
+        os.kill(instance.pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def write_notes(run_dir: Path, notes: Mapping[str, str]) -> None:
+    """Leave what only the launcher knows for `status`: subject -> sentence.
+
+    Raises:
+        OSError: the disk is full, or the folder has gone.
+    """
+    half_written = run_dir / "notes.json.part"
+    half_written.write_text(json.dumps(notes), encoding="utf-8")
+    half_written.replace(run_dir / "notes.json")
+
+
+def read_notes(run_dir: Path) -> dict[str, str]:
+    """Return the notes of the running launcher; none if they cannot be read."""
+    try:
+        notes = json.loads((run_dir / "notes.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return notes if isinstance(notes, dict) else {}
 
 
 def _wait_until_gone(run_dir: Path, instance: Instance, timeout_s: float) -> bool:

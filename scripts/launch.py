@@ -1,7 +1,7 @@
 """`python -m scripts.launch`: starts gateway and workers, watches them, ends them.
 
 python -m scripts.launch [--http] [--public] [--no-auth] [--detach] [--port N] [--config FILE]
-python -m scripts.launch stop | status
+python -m scripts.launch stop | status | restart
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.background import Background, go_to_background
-from scripts.instance import AlreadyRunning, Instance, acquire, ensure_not_running, running
+from scripts.instance import (
+    AlreadyRunning,
+    Instance,
+    acquire,
+    ensure_not_running,
+    read_notes,
+    running,
+    write_notes,
+)
+from scripts.instance import restart as restart_instance
 from scripts.instance import stop as stop_instance
 from scripts.machine import (
     StartError,
@@ -28,7 +37,15 @@ from scripts.machine import (
     visible_gpus,
 )
 from scripts.processes import Command, rotate_log
-from scripts.supervisor import HEALTH_TIMEOUT_S, StopRequest, Supervisor, read_progress
+from scripts.supervisor import (
+    HEALTH_TIMEOUT_S,
+    RESTARTED_NOTE,
+    RESTARTING_NOTE,
+    Requests,
+    Supervisor,
+    n_workers_ready,
+    read_progress,
+)
 from shared.config import Config, LoadedConfig, is_loopback, load_config
 from shared.errors import ConfigError
 
@@ -37,6 +54,8 @@ RUN_DIR = ROOT / ".run"
 LOOPBACK = "127.0.0.1"
 TINY_HIDDEN_SIZE = 256
 """Models up to this width are test models, which a CPU runs in time."""
+
+ACTIONS = ("start", "stop", "status", "restart")
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -182,7 +201,7 @@ def _environment(visible_gpus: str | None, changes: Mapping[str, str]) -> dict[s
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="start_all.sh", description="Start the whole service.")
-    parser.add_argument("action", nargs="?", choices=["start", "stop", "status"], default="start")
+    parser.add_argument("action", nargs="?", choices=ACTIONS, default="start")
     parser.add_argument("--http", action="store_true", help="no TLS, also with --public")
     parser.add_argument(
         "--public", action="store_true", help="listen on all interfaces, with HTTPS and API keys"
@@ -232,11 +251,19 @@ def start(
     commands = commands_of(plan)
     health_urls = {command.name: command.health_url for command in commands}
     status = EXIT_FAILED
+    # Before anybody can read our pid and ask for something.
+    requests = Requests()
+    requests.install()
+    supervisor = Supervisor(commands, run_dir, say, requests, loaded.config.service.drain_timeout_s)
     try:
         with acquire(run_dir, Instance(os.getpid(), plan.url, health_urls)):
-            status = _supervise(plan, commands, run_dir, say, background)
+            write_notes(run_dir, {})
+            status = _supervise(plan, supervisor, run_dir, say, background)
     except (StartError, AlreadyRunning) as error:
         say(f"error: {error}")
+    except OSError as error:
+        # Of the folder with pid and logs: a full disk, or one that cannot be written to.
+        say(f"error: {run_dir} cannot be used: {error.strerror}")
     if background:
         background.report(status)
     return status
@@ -244,14 +271,11 @@ def start(
 
 def _supervise(
     plan: Plan,
-    commands: Sequence[Command],
+    supervisor: Supervisor,
     run_dir: Path,
     say: Callable[[str], None],
     background: Background | None,
 ) -> int:
-    stop = StopRequest()
-    stop.install()
-    supervisor = Supervisor(commands, run_dir, say, stop)
     count = len(plan.workers)
     say(f"starting the gateway and {count} worker{'s' if count > 1 else ''}, logs in {run_dir}")
     try:
@@ -276,19 +300,37 @@ def _supervise(
 
 
 def show_status(run_dir: Path = RUN_DIR) -> int:
-    """Print what runs; 0 when all is ready, 1 when not all, 3 when nothing runs."""
+    """Print what runs; 0 when all is ready, 1 when not all, 3 when nothing runs.
+
+    While workers are restarted one by one, 0 means that the gateway has one to send sessions to.
+    """
     instance = running(run_dir)
     if instance is None:
         _say("not running")
         return EXIT_NOT_RUNNING
     _say(f"running: {instance.url} (process {instance.pid})")
-    all_ready = True
+    notes = read_notes(run_dir)
+    all_ready, n_seen = True, 0
     for name, url in instance.health_urls.items():
         body = fetch(url, HEALTH_TIMEOUT_S)
         progress = read_progress(body) if body is not None else None
-        _say(f"{name}: {'no answer' if body is None else progress.text if progress else 'up'}")
+        text = "no answer" if body is None else progress.text if progress else "up"
+        _say("; ".join([f"{name}: {text}", *filter(None, [notes.get(name)])]))
         all_ready &= body is not None and (progress is None or progress.ready)
-    return 0 if all_ready else EXIT_FAILED
+        n_seen += (n_workers_ready(body) or 0) if body is not None else 0
+    for subject in (RESTARTING_NOTE, RESTARTED_NOTE):
+        if subject in notes:
+            _say(f"{subject}: {notes[subject]}")
+    is_well = n_seen > 0 if RESTARTING_NOTE in notes else all_ready
+    return 0 if is_well else EXIT_FAILED
+
+
+def restart(run_dir: Path = RUN_DIR) -> int:
+    if not restart_instance(run_dir):
+        _say("not running")
+        return EXIT_NOT_RUNNING
+    _say("the workers are restarted one by one; bash start_all.sh status shows how far that is")
+    return 0
 
 
 def stop(run_dir: Path = RUN_DIR) -> int:
@@ -313,6 +355,8 @@ def main(
             return stop(run_dir)
         if arguments.action == "status":
             return show_status(run_dir)
+        if arguments.action == "restart":
+            return restart(run_dir)
         return start(arguments, run_dir, commands_of)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

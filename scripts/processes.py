@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import shutil
 import signal
@@ -15,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 KEPT_LOGS = 3
 MAX_LOG_BYTES = 64 * 1024 * 1024
@@ -44,10 +47,19 @@ class Child:
     n_failures: int = 0
     n_silent_looks: int = 0
     restart_at: float | None = None
+    is_retiring: bool = False
+    """It was asked to end once its sessions have; that end is no failure."""
+    last_end: str = ""
+    """How it ended the last time it did so by itself, for `status`."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self, now: float) -> None:
-        """Start the process; its output is appended to the log."""
+        """Start the process; its output is appended to the log.
+
+        Raises:
+            OSError: there is no room for its log, or no process to be had.
+        """
+        self.started_at = now
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command.argv,
@@ -59,9 +71,9 @@ class Child:
                 start_new_session=True,
                 preexec_fn=functools.partial(_die_with_parent, os.getpid()),
             )
-        self.started_at = now
         self.n_silent_looks = 0
         self.restart_at = None
+        self.is_retiring = False
 
     @property
     def pid(self) -> int | None:
@@ -77,9 +89,16 @@ class Child:
             self.n_failures = 0
         delay_s = RESTART_DELAYS_S[min(self.n_failures, len(RESTART_DELAYS_S) - 1)]
         self.n_failures += 1
+        self.is_retiring = False
         self.process = None
         self.restart_at = now + delay_s
         return delay_s
+
+    def retire(self) -> None:
+        """Ask the process itself, not what it has started, to end once its sessions have."""
+        if self.process is not None:
+            self.is_retiring = True
+            self.process.send_signal(signal.SIGUSR1)
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the process and to whatever it has started."""
@@ -124,7 +143,13 @@ def bound_log(path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
     if path.exists() and path.stat().st_size > max_bytes:
         # The process holds this very file, so the file stays and its content moves. A line that
         # is written between the copy and the cut is lost.
-        shutil.copyfile(path, _make_room(path))
+        kept = _make_room(path)
+        try:
+            shutil.copyfile(path, kept)
+        except OSError as error:
+            # A full disk: the old lines are given up, so that their room is free again.
+            log.warning("log cannot be kept path=%s error=%s", path, error.strerror)
+            kept.unlink(missing_ok=True)
         os.truncate(path, 0)
 
 

@@ -34,8 +34,6 @@ PENDING_KEYS: Mapping[str, str] = {
     "audio.ref_audio_path": "the embedded back end has one fixed voice",
     "audio.chat_vocoder": "chat with speech is not served yet",
     "service.request_timeout": "chat requests are not served yet",
-    "service.eta_ema_alpha": "session lengths are not learned yet",
-    "service.eta_ema_min_samples": "session lengths are not learned yet",
     "recording.enabled": "sessions are not recorded yet",
     "recording.session_retention_days": "sessions are not recorded yet",
     "recording.max_storage_gb": "sessions are not recorded yet",
@@ -86,6 +84,8 @@ class ServiceConfig(Section):
     """Workers that are started on a machine without GPU, or for the cascade."""
     stuck_after_s: float = Field(30.0, gt=0)
     """A compute thread without progress for this long makes its worker unhealthy."""
+    drain_timeout_s: float = Field(300.0, ge=0)
+    """How long the sessions of a worker that retires may go on before they are told to end."""
     eta_chat_s: float = Field(15.0, gt=0)
     eta_half_duplex_s: float = Field(180.0, gt=0)
     eta_audio_duplex_s: float = Field(120.0, gt=0)

@@ -54,6 +54,13 @@ class BadImage(BadMessage):
     slug = "bad_image"
 
 
+class MediaFull(BadMessage):
+    """What waits for the model fills its memory; the chunk is not used, the session goes on."""
+
+    slug = "media_full"
+    http_status = 503
+
+
 class NotPrepared(BadMessage):
     """Input before `prepare`."""
 
@@ -66,6 +73,46 @@ class SessionPaused(BadMessage):
 
     slug = "paused"
     http_status = 409
+
+
+class FrameTooLarge(OmniError):
+    """A WebSocket message above the frame limit; it has not been read."""
+
+    slug = "frame_too_large"
+    ws_close = 1009
+    http_status = 413
+
+
+class PayloadTooLarge(OmniError):
+    """The body of an HTTP request is larger than its route accepts."""
+
+    slug = "payload_too_large"
+    ws_close = 1009
+    http_status = 413
+
+
+class BadRequest(OmniError):
+    """Bytes that are no HTTP request."""
+
+    slug = "bad_request"
+    ws_close = 1002
+    http_status = 400
+
+
+class HeadTooLarge(OmniError):
+    """The request line and headers of an HTTP request are too long."""
+
+    slug = "head_too_large"
+    ws_close = 1009
+    http_status = 431
+
+
+class TooManyConnections(OmniError):
+    """The gateway holds as many requests or sessions as it can, of all clients together."""
+
+    slug = "too_many_connections"
+    ws_close = 1013
+    http_status = 503
 
 
 class Unauthorized(OmniError):
@@ -198,3 +245,13 @@ class ModelLoadError(OmniError):
     """A checkpoint or an embedded weight file is missing, damaged or of the wrong kind."""
 
     slug = "model_load_error"
+
+
+def slugs() -> frozenset[str]:
+    """Return every slug there is: the bound on what a metric's label may say."""
+    kinds, found = [OmniError], set[str]()
+    while kinds:
+        kind = kinds.pop()
+        found.add(kind.slug)
+        kinds += kind.__subclasses__()
+    return frozenset(found)

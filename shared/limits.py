@@ -15,6 +15,30 @@ LARGE_FRAME_BYTES: Final = 4 * MIB
 MAX_LARGE_FRAMES: Final = 4
 """Large frames being parsed at the same time in one process."""
 
+MAX_BODY_BYTES: Final = MIB
+"""Largest body of an HTTP request."""
+
+REQUEST_HEAD_TIMEOUT_S: Final = 10.0
+"""From the first moment of a connection, or the first byte of a later request, to its whole head;
+a TLS handshake may take as long again."""
+
+REQUEST_BODY_TIMEOUT_S: Final = 60.0
+"""From the head of a request to the end of its body."""
+
+MAX_REQUEST_HEAD_BYTES: Final = 64 * 1024
+
+KEEP_ALIVE_S: Final = 5
+"""A connection may stay open without a request for this long."""
+
+MAX_IDLE_CONNECTIONS: Final = 512
+"""Connections without a request; beyond it the client that has most of them loses its oldest."""
+
+MAX_REQUESTS: Final = 1024
+"""HTTP requests that are answered at the same time."""
+
+MAX_SESSIONS: Final = 4096
+"""Session sockets, waiting ones included, of one gateway."""
+
 INPUT_SAMPLE_RATE_HZ: Final = 16_000
 OUTPUT_SAMPLE_RATE_HZ: Final = 24_000
 
@@ -24,6 +48,13 @@ MAX_CHUNK_S: Final = 30.0
 MAX_REFERENCE_VOICE_S: Final = 60.0
 MAX_IMAGE_PIXELS: Final = 50_000_000
 MAX_IMAGES_PER_CHUNK: Final = 16
+
+MAX_MEDIA_BYTES: Final = 1024 * MIB
+"""Chunks and decoded pictures that wait for the model in one worker. A session below its even
+share of it is never refused, so hostile neighbours can fill it at most twice."""
+
+MAX_SESSION_MEDIA_BYTES: Final = MAX_FRAME_BYTES + 3 * MAX_IMAGE_PIXELS
+"""Of these, those of one session: one largest chunk, as it came and decoded."""
 
 MAX_SAMPLE_MAGNITUDE: Final = 64.0
 """Float samples are nominally in [-1, 1]; beyond this it is another encoding, not loud audio."""

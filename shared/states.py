@@ -17,6 +17,7 @@ class WorkerState(StrEnum):
 
     LOADING = "loading"
     READY = "ready"
+    RETIRING = "retiring"
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -34,7 +35,8 @@ class SessionState(StrEnum):
 
 WORKER_EDGES: Mapping[WorkerState, frozenset[WorkerState]] = {
     WorkerState.LOADING: frozenset({WorkerState.READY, WorkerState.FAILED, WorkerState.DRAINING}),
-    WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.FAILED}),
+    WorkerState.READY: frozenset({WorkerState.RETIRING, WorkerState.DRAINING, WorkerState.FAILED}),
+    WorkerState.RETIRING: frozenset({WorkerState.DRAINING, WorkerState.FAILED}),
     WorkerState.DRAINING: frozenset({WorkerState.FAILED}),
     WorkerState.FAILED: frozenset(),
 }

@@ -9,6 +9,7 @@ import pytest
 from gateway.app import create_app
 from shared import errors
 from shared.config import PENDING_KEYS, Config
+from tests.fakes.worker import FakeWorker
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -89,3 +90,29 @@ def test_every_route_is_documented():
     ]
 
     assert missing == []
+
+
+def exported(registry):
+    """Name as in the answer -> type."""
+    return {
+        family.name + ("_total" if family.type == "counter" else ""): family.type
+        for family in registry.collect()
+    }
+
+
+async def test_the_tables_of_metrics_are_what_is_exported():
+    rows = re.findall(
+        r"^\| `((?:omni|process)_\w+)` \| (\w+) \|", (ROOT / "docs/operations.md").read_text(), re.M
+    )
+    gateway = create_app(Config(), []).state.gateway
+    worker = await FakeWorker().start()
+    try:
+        found = {
+            **exported(gateway.metrics.registry),
+            **exported(worker.lifecycle.metrics.registry),
+        }
+    finally:
+        await worker.close()
+
+    assert dict(rows) == found
+    assert len(rows) == len(found)

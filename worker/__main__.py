@@ -8,10 +8,10 @@ import functools
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shared import logs
 from shared.config import Config, load_config
 from shared.errors import ConfigError, ModelLoadError
 from worker.lifecycle import EXIT_START_FAILED, Lifecycle, WorkerSettings
@@ -31,15 +31,12 @@ CASCADE_SLOTS_ON_CPU = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it is stopped; returns the exit code."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s worker{args.worker_index} %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    logs.set_up(f"worker{args.worker_index}")
     try:
         loaded = load_config(args.config)
     except ConfigError as error:
-        log.error("configuration refused: %s", error)
+        for line in str(error).splitlines():
+            log.error("configuration refused: %s", line)
         return EXIT_BAD_CONFIG
     for notice in loaded.notices:
         log.warning("configuration: %s", notice)
@@ -57,6 +54,7 @@ def settings_of(config: Config, gpu_id: int | None) -> WorkerSettings:
         n_slots=n_slots,
         gpu_id=gpu_id,
         stuck_after_s=config.service.stuck_after_s,
+        drain_timeout_s=config.service.drain_timeout_s,
         limits=SessionLimits(duplex.pause_timeout, duplex.idle_timeout_s, duplex.max_session_s),
     )
 
@@ -106,6 +104,7 @@ async def _serve(config: Config, port: int, gpu_id: int | None) -> int:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, lifecycle.request_stop)
+    loop.add_signal_handler(signal.SIGUSR1, lifecycle.request_retirement)
     log.info("listening port=%d pid=%d", listener.getsockname()[1], os.getpid())
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -23,8 +23,9 @@ from shared.states import WORKER_EDGES, StateMachine, WorkerState
 from worker.engine.engine import Engine
 from worker.engine.gpu_thread import LaneThreads
 from worker.engine.slots import SlotTable
+from worker.metrics import WorkerMetrics
 from worker.models.contract import DuplexModel, Progress
-from worker.sessions.duplex import DuplexSession, SessionHost, SessionLimits, SessionStats
+from worker.sessions.duplex import DuplexSession, SessionHost, SessionLimits
 from worker.sessions.failures import WorkerStopping
 from worker.sessions.media import MediaDecoder
 
@@ -65,6 +66,8 @@ class WorkerSettings:
     n_slots: int
     gpu_id: int | None = None
     stuck_after_s: float = 30.0
+    drain_timeout_s: float = 300.0
+    """How long the sessions of a retiring worker may go on."""
     limits: SessionLimits = field(default_factory=SessionLimits)
 
 
@@ -104,16 +107,19 @@ class Lifecycle:
         self.settings = settings
         self.host: SessionHost | None = None
         """Where sessions run; None until the model is there."""
+        self.metrics = WorkerMetrics()
+        """Of the sessions that are served; the warm-up's is not one of them."""
         self._build = build
         self._warm_up = warm_up
         self._clock = clock
         self._machine = StateMachine("worker", WorkerState.LOADING, WORKER_EDGES, clock)
         self._threads = LaneThreads(clock)
         self._engine: Engine | None = None
-        self._media = MediaDecoder()
+        self._media = MediaDecoder(settings.n_slots)
         self._stages: list[_Stage] = []
         self._started_at = clock()
         self._reason = ""
+        self._retirement = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._fault: asyncio.Future[EngineFault] = self._loop.create_future()
         self._exit: asyncio.Future[int] = self._loop.create_future()
@@ -121,6 +127,11 @@ class Lifecycle:
     @property
     def state(self) -> WorkerState:
         return self._machine.state
+
+    @property
+    def busy_for_s(self) -> float:
+        """How long the longest-running op, call or program step has been running."""
+        return self._threads.stuck_for()
 
     @property
     def accepts_sessions(self) -> bool:
@@ -131,6 +142,7 @@ class Lifecycle:
         parts = [
             self._loop.create_task(self._start()),
             self._loop.create_task(self._watch_threads()),
+            self._loop.create_task(self._retire()),
         ]
         try:
             code = await self._exit
@@ -158,6 +170,18 @@ class Lifecycle:
             session.end("draining", WorkerStopping("The worker is shutting down"))
         self._leave(EXIT_STOPPED)
 
+    def request_retirement(self) -> None:
+        """Take no new sessions and let the ones there are end by themselves, then exit with 0.
+
+        Those that have not ended after `drain_timeout_s` are told to, as by `request_stop`, which
+        may also be called meanwhile. While loading there is nobody to wait for.
+        """
+        if self.state is WorkerState.LOADING:
+            self.request_stop()
+        elif self._machine.can(WorkerState.RETIRING):
+            self._machine.to(WorkerState.RETIRING, "asked to retire")
+            self._retirement.set()
+
     def on_fault(self, fault: EngineFault) -> None:
         """The device is lost, or a slot cannot be cleaned; may be called from any thread."""
         self._loop.call_soon_threadsafe(self._fail, fault)
@@ -169,17 +193,17 @@ class Lifecycle:
         loading = self.state is WorkerState.LOADING
         sessions = self._sessions()
         newest = sessions[-1] if sessions else None
-        stats = self.host.stats if self.host else SessionStats()
         is_ready = self.state is WorkerState.READY
+        is_going = self.state in (WorkerState.RETIRING, WorkerState.DRAINING)
         status, worker_status = self._words()
         return WorkerHealth(
             status=status,
             worker_status=worker_status,
             gpu_id=self.settings.gpu_id,
-            model_loaded=is_ready or self.state is WorkerState.DRAINING,
+            model_loaded=is_ready or is_going,
             current_session_id=newest.session_id if newest else None,
-            total_requests=stats.n_units,
-            avg_inference_time_ms=round(stats.mean_unit_ms, 1),
+            total_requests=self.metrics.n_units,
+            avg_inference_time_ms=round(self.metrics.mean_unit_ms, 1),
             kv_cache_length=newest.kv_tokens if newest else 0,
             slots_total=self.settings.n_slots,
             slots_free=self.host.slots.n_free if self.host and is_ready else 0,
@@ -230,7 +254,8 @@ class Lifecycle:
         )
         host = self._serve(model)
         await self._stage("warmup_compile", lambda progress: self._warm_up(host, progress))
-        host.stats = SessionStats()
+        # What was played so far is in a set of metrics of its own, which nobody reads.
+        host.metrics = self.metrics
 
     async def _load(self, progress: Progress) -> DuplexModel:
         def build_and_load(progress: Progress) -> DuplexModel:
@@ -241,7 +266,7 @@ class Lifecycle:
         return await self._on_lane(build_and_load, progress)
 
     def _serve(self, model: DuplexModel) -> SessionHost:
-        self._engine = Engine(model, self._clock, self.on_fault)
+        self._engine = Engine(model, self._clock, self.on_fault, self._batch_done)
         self._threads.serve(self._engine)
         self.host = SessionHost(
             model=model,
@@ -266,6 +291,10 @@ class Lifecycle:
         log.info("stage done name=%s elapsed_s=%.2f note=%s", name, elapsed_s, stage.note)
         return value
 
+    def _batch_done(self, kind: str, n_ops: int, took_s: float) -> None:
+        assert self.host is not None
+        self.host.metrics.batch_done(kind, n_ops, took_s)
+
     def _call(self, fn: Callable[[], Any]) -> Future[Any]:
         return self._threads.call(LANGUAGE_LANE, fn)
 
@@ -282,6 +311,11 @@ class Lifecycle:
         self._fault.set_result(fault)
         self._leave(EXIT_FAULT)
 
+    async def _retire(self) -> None:
+        await self._retirement.wait()
+        await self._sessions_gone(self.settings.drain_timeout_s)
+        self.request_stop()
+
     def _leave(self, code: int) -> None:
         if not self._exit.done():
             self._exit.set_result(code)
@@ -290,9 +324,11 @@ class Lifecycle:
         closing = [self._loop.create_task(s.closed.wait()) for s in self._sessions()]
         if not closing:
             return
-        _, late = await asyncio.wait(closing, timeout=timeout_s)
-        for task in late:
-            task.cancel()
+        try:
+            _, late = await asyncio.wait(closing, timeout=timeout_s)
+        finally:
+            for task in closing:
+                task.cancel()
         if late:
             log.warning("sessions did not end in time n_sessions=%d", len(late))
 
@@ -313,7 +349,7 @@ class Lifecycle:
 
     def _is_stuck(self) -> bool:
         # While loading, one call is one stage and takes minutes.
-        serves = self.state in (WorkerState.READY, WorkerState.DRAINING)
+        serves = self.state in (WorkerState.READY, WorkerState.RETIRING, WorkerState.DRAINING)
         return serves and self._threads.stuck_for() > self.settings.stuck_after_s
 
     def _stuck_reason(self) -> str:
@@ -327,7 +363,7 @@ class Lifecycle:
             return "error", "error"
         if self.state is WorkerState.LOADING:
             return "initializing", "loading"
-        if self.state is WorkerState.DRAINING:
+        if self.state in (WorkerState.RETIRING, WorkerState.DRAINING):
             return "healthy", "draining"
         sessions = self._sessions()
         if not sessions or (self.host and self.host.slots.n_free):

@@ -1,4 +1,4 @@
-"""The worker's port, on loopback: `GET /health` and one WebSocket per session."""
+"""The worker's port, on loopback: `GET /health`, `GET /metrics`, one WebSocket per session."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from collections.abc import AsyncIterator, Generator
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Response, WebSocket, WebSocketDisconnect
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 from shared.errors import BadMessage, NoWorker, OmniError, SlowReader
 from shared.limits import (
@@ -23,7 +26,17 @@ from shared.limits import (
     WS_PING_INTERVAL_S,
     WS_PING_TIMEOUT_S,
 )
-from shared.protocol import SESSION_PATH, SUBPROTOCOL, Command, Event, Open, decode_command, encode
+from shared.logs import session_id_in_context
+from shared.protocol import (
+    SESSION_PATH,
+    SUBPROTOCOL,
+    Command,
+    Event,
+    Failure,
+    Open,
+    decode_command,
+    encode,
+)
 from worker.lifecycle import Lifecycle
 from worker.sessions.duplex import DuplexSession
 from worker.sessions.failures import CLOSE_INTERNAL, failure_for
@@ -86,6 +99,26 @@ class Outbox:
             await self._there.wait()
 
 
+class _Disconnected(Exception):
+    """The gateway's end of a session socket is closed."""
+
+
+class GatewayProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's WebSocket, without keeping each message until the next one has come."""
+
+    def handle_text(self, event: Frame) -> None:
+        super().handle_text(event)
+        event.data = b""
+
+    def handle_bytes(self, event: Frame) -> None:
+        super().handle_bytes(event)
+        event.data = b""
+
+    def handle_cont(self, event: Frame) -> None:
+        super().handle_cont(event)
+        event.data = b""
+
+
 class Connection:
     """One WebSocket from its handshake to its close."""
 
@@ -117,6 +150,7 @@ class Connection:
     async def _session(self) -> int:
         opening = await self._receive_open()
         self._session_id = opening.session_id
+        session_id_in_context.set(opening.session_id)
         host = self._lifecycle.host
         if host is None or not self._lifecycle.accepts_sessions:
             raise NoWorker(f"this worker is {self._lifecycle.state}")
@@ -142,13 +176,21 @@ class Connection:
         return command
 
     async def _commands(self) -> AsyncIterator[Command]:
-        while (frame := await self._receive()) is not None:
-            try:
-                command = await self._decode(frame)
-            except BadMessage as error:
-                self._outbox.put(failure_for(error, self._session_id))
-                continue
-            yield command
+        with contextlib.suppress(_Disconnected):
+            while True:
+                try:
+                    # Not by a name: it would keep the last command, which may have 128 MiB, while
+                    # the session waits for the next one.
+                    yield await self._next()
+                except BadMessage as error:
+                    self._outbox.put(self._failure(error))
+
+    async def _next(self) -> Command:
+        """Raises BadMessage: it is no command. Raises _Disconnected."""
+        frame = await self._receive()
+        if frame is None:
+            raise _Disconnected
+        return await self._decode(frame)
 
     async def _receive(self) -> bytes | str | None:
         """The next frame; None after the disconnect."""
@@ -167,11 +209,15 @@ class Connection:
             return await asyncio.to_thread(decode_command, frame)
 
     def _refuse(self, error: OmniError) -> int:
-        failure = failure_for(error, self._session_id)
+        failure = self._failure(error)
         close_code = failure.close_code or CLOSE_PROTOCOL_ERROR
         with contextlib.suppress(SlowReader):
             self._outbox.put(msgspec.structs.replace(failure, close_code=close_code))
         return close_code
+
+    def _failure(self, error: OmniError) -> Failure:
+        self._lifecycle.metrics.failed(error.slug)
+        return failure_for(error, self._session_id)
 
     async def _finish(self, sender: asyncio.Task[None], close_code: int) -> None:
         """Send what is left, then close; a peer that does not read cannot hold this up."""
@@ -181,9 +227,9 @@ class Connection:
                 await asyncio.shield(sender)
                 await self._websocket.close(close_code)
         except TimeoutError:
-            log.warning("last messages not read session=%s", self._session_id)
+            log.warning("last messages not read")
         except (WebSocketDisconnect, RuntimeError):
-            log.debug("peer was gone before the close session=%s", self._session_id)
+            log.debug("peer was gone before the close")
         finally:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
@@ -193,6 +239,8 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     """The worker's HTTP surface; everything it knows, it asks of `lifecycle`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     large = asyncio.Semaphore(MAX_LARGE_FRAMES)
+    registry = lifecycle.metrics.registry
+    lifecycle.metrics.watch(lifecycle)
 
     @app.get("/health")
     async def health() -> Response:
@@ -200,6 +248,11 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         # Anything that looks at the status alone has to see that this worker is of no use.
         status = 503 if report.status == "error" else 200
         return Response(_health_encoder.encode(report), status, media_type="application/json")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
+        return Response(generate_latest(registry), headers=headers)
 
     @app.websocket(SESSION_PATH)
     async def session(websocket: WebSocket) -> None:
@@ -221,7 +274,7 @@ def make_server(app: FastAPI) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            ws="websockets-sansio",
+            ws=GatewayProtocol,
             ws_max_size=MAX_FRAME_BYTES,
             ws_ping_interval=WS_PING_INTERVAL_S,
             ws_ping_timeout=WS_PING_TIMEOUT_S,

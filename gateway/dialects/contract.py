@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.tickets import Place
+from shared.errors import BadMessage
 from shared.protocol import Command, Event
 
 
@@ -14,10 +15,17 @@ class Diagnostic:
     """Something a client reports about itself; counted and dropped."""
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedChunk:
+    """An audio chunk that cannot be used; its error is the answer to it, in its turn."""
+
+    error: BadMessage
+
+
 class Dialect(Protocol):
     """One outside protocol, for one session. Pure translation; knows no socket and no clock."""
 
-    def parse(self, frame: str) -> Command | Diagnostic:
+    def parse(self, frame: str) -> Command | Diagnostic | RefusedChunk:
         """Return what a client's text frame asks for; an `Input` has seq -1.
 
         Raises:

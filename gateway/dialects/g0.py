@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from gateway.dialects.contract import Diagnostic
+from gateway.dialects.contract import Diagnostic, RefusedChunk
 from gateway.tickets import Place
 from shared import protocol
 from shared.audio import F32_BYTES, check_f32_length, decode_base64, encode_base64
@@ -48,12 +48,16 @@ class G0:
 
     # ---- client -> worker
 
-    def parse(self, frame: str) -> Command | Diagnostic:
+    def parse(self, frame: str) -> Command | Diagnostic | RefusedChunk:
         body = _json_object(frame)
         kind = body.get("type")
         match kind:
             case "audio_chunk":
-                return _chunk(body)
+                try:
+                    return _chunk(body)
+                except BadMessage as error:
+                    # A new one: the traceback holds the whole message, and the answer may wait.
+                    return RefusedChunk(type(error)(str(error)))
             case "prepare":
                 return self._prepare(body)
             case "pause":
@@ -204,6 +208,8 @@ def _json_object(frame: str) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         if "limit" in error.msg:
             raise BadMessage("the message is nested too deeply") from error
+        if "infinity" in error.msg:
+            raise BadMessage("a number is too large") from error
         # JavaScript and Python write half an emoji (a text cut in the middle) as valid JSON.
         if error.msg.endswith("surrogate in string"):
             raise BadMessage("a text holds half of a surrogate pair") from error

@@ -10,10 +10,10 @@ from starlette.websockets import WebSocketDisconnect
 
 from gateway.context import gateway_of
 from gateway.dialects.g0 import G0
-from gateway.logs import session_id_in_context
 from gateway.relay import Relay
 from shared.errors import BadSessionId, OmniError, ServerShutdown
 from shared.limits import MAX_SESSION_ID_CHARS
+from shared.logs import session_id_in_context
 from shared.protocol import RequestType
 
 log = logging.getLogger(__name__)

@@ -76,7 +76,10 @@ def running_tasks(gateway: Gateway) -> list[dict[str, Any]]:
             "started_at": gateway.clock.date(lease.started_at),
             "elapsed_s": round(now - lease.started_at, 1),
             "estimated_remaining_s": round(
-                eta.remaining(gateway.durations_s[lease.request_type], now - lease.started_at), 1
+                eta.remaining(
+                    gateway.durations.expected_s(lease.request_type), now - lease.started_at
+                ),
+                1,
             ),
         }
         for lease in gateway.pool.leases()

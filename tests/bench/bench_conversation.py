@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,15 +26,19 @@ from typing import Any
 
 import numpy as np
 
-from client.duplex import DuplexClient, Result
-from client.media import read_audio
+from client.duplex import DuplexClient
+from client.journal import Journal, Reply, percentiles
+from client.load import DEADLINE_S
+from client.media import audible_span, read_audio
+from client.paced import stream
 from shared.audio import Samples
 from shared.limits import INPUT_SAMPLE_RATE_HZ as RATE
+from shared.playback import DEFAULT_BUFFER_S
+from tests.bench.provenance import provenance
 
 ASSETS = Path(__file__).parents[1] / "assets"
 QUESTIONS = ("capital_france.wav", "days_in_week.wav")
 TURN_S = 15.0
-AUDIBLE = 0.01
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class Track:
 
     def say_samples(self, samples: Samples, start_s: float, clip: str = "") -> Track:
         """Add speech whose first audible sample is at `start_s`."""
-        audible = np.flatnonzero(np.abs(samples) > AUDIBLE)
+        first, end = audible_span(samples)
         start = int(start_s * RATE)
-        piece = samples[audible[0] : audible[-1] + 1][: len(self.samples) - start]
+        piece = samples[first:end][: len(self.samples) - start]
         self.samples[start : start + len(piece)] += piece
         self.spoken.append(Spoken(clip, start_s, start_s + len(piece) / RATE))
         return self
@@ -80,64 +82,34 @@ class Track:
         return self
 
 
-@dataclass
+@dataclass(frozen=True)
 class Heard:
-    """What came back: one entry per chunk, times in seconds since the microphone was opened."""
+    """What came back, one reply per chunk."""
 
-    results: list[Result] = field(default_factory=list)
-    at_s: list[float] = field(default_factory=list)
-    sent_s: list[float] = field(default_factory=list)
+    opened_at: float
+    """When the microphone was opened, on the journal's clock."""
+    journal: Journal
 
     @property
-    def latency_ms(self) -> list[float]:
-        return [1000 * (a - s) for a, s in zip(self.at_s, self.sent_s, strict=False)]
+    def replies(self) -> Sequence[Reply]:
+        return self.journal.replies
 
     def first_audio_after(self, moment_s: float) -> float | None:
-        """Seconds from a moment to the first result with speech sent after it."""
-        pairs = zip(self.at_s, self.results, strict=True)
-        return next((at - moment_s for at, r in pairs if at > moment_s and r.audio.size), None)
-
-    def gaps_ms(self, buffer_ms: float = 200.0) -> list[float]:
-        """Silences inside turns as a player with a jitter buffer would make them."""
-        gaps, free_at = [], None
-        for at, result in zip(self.at_s, self.results, strict=True):
-            if result.interrupted:
-                free_at = None
-            if result.audio.size:
-                if free_at is None:
-                    free_at = at + buffer_ms / 1000
-                elif at > free_at:
-                    gaps.append(1000 * (at - free_at))
-                    free_at = at
-                free_at += result.audio.size / 24_000
-            if result.end_of_turn:
-                free_at = None
-        return gaps
+        """Seconds from a moment of the track to the first speech that came later."""
+        return self.journal.first_audio_after(self.opened_at + moment_s)
 
 
 async def converse(url: str, track: Track) -> Heard:
     """Stream one track at the pace of a microphone."""
-    heard = Heard()
+    n_chunks = len(track.samples) // RATE
+    chunks = [(track.samples[i * RATE : (i + 1) * RATE], ()) for i in range(n_chunks)]
     async with DuplexClient(url, mode="audio") as session:
         await session.prepare()
-        opened = time.monotonic()
-        n_chunks = len(track.samples) // RATE
-
-        async def listen() -> None:
-            async for event in session:
-                if isinstance(event, Result):
-                    heard.results.append(event)
-                    heard.at_s.append(time.monotonic() - opened)
-                    if len(heard.results) == n_chunks:
-                        return
-
-        reader = asyncio.create_task(listen())
-        for index in range(n_chunks):
-            await asyncio.sleep(max(0.0, opened + index + 1 - time.monotonic()))
-            heard.sent_s.append(time.monotonic() - opened)
-            await session.send_audio(track.samples[index * RATE : (index + 1) * RATE])
-        await asyncio.wait_for(reader, 10)
-    return heard
+        opened_at = time.monotonic()
+        journal = await stream(session, chunks, opened_at, 1.0)
+    if len(journal.replies) < n_chunks:
+        raise RuntimeError(f"{len(journal.replies)} results for {n_chunks} chunks")
+    return Heard(opened_at, journal)
 
 
 def turns(duration_s: float, first_s: float, step: float = 0.13) -> Track:
@@ -150,28 +122,21 @@ def turns(duration_s: float, first_s: float, step: float = 0.13) -> Track:
     return track
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {"n": 0}
-    q = np.percentile(values, [50, 95, 100])
-    p50, p95, largest = (round(float(value), 2) for value in q)
-    return {"n": len(values), "p50": p50, "p95": p95, "max": largest}
-
-
 def summary(tracks: Sequence[Track], answers: Sequence[Heard]) -> dict[str, Any]:
     first = [
         heard.first_audio_after(spoken.end_s)
         for track, heard in zip(tracks, answers, strict=True)
         for spoken in track.spoken
     ]
-    latency = [ms for heard in answers for ms in heard.latency_ms]
+    latencies = [s for heard in answers for s in heard.journal.latencies_s()]
+    gaps = [s for heard in answers for s in heard.journal.gaps_s(DEFAULT_BUFFER_S)]
     return {
-        "unit_ms": percentiles(latency),
-        "late_units": sum(ms > 1000 for ms in latency),
-        "first_audio_s": percentiles([s for s in first if s is not None]),
+        "unit_ms": percentiles(latencies, 1000),
+        "late_units": sum(s > DEADLINE_S for s in latencies),
+        "first_audio_s": percentiles(s for s in first if s is not None),
         "unanswered": sum(s is None for s in first),
-        "gaps_ms": percentiles([gap for heard in answers for gap in heard.gaps_ms()]),
-        "heard": [r.heard for heard in answers for r in heard.results if r.heard],
+        "gaps_ms": percentiles(gaps, 1000),
+        "heard": [r.result.heard for heard in answers for r in heard.replies if r.result.heard],
     }
 
 
@@ -187,16 +152,17 @@ async def barge_in(url: str, offset_s: float) -> dict[str, Any]:
     heard = await converse(url, track)
     # The first chunk that holds at least 300 ms of the interruption.
     due = int(begun_s) if begun_s % 1.0 <= 0.7 else int(begun_s) + 1
-    flushed = [i for i, r in enumerate(heard.results) if r.interrupted]
-    was_speaking = bool(heard.results[due - 1].audio.size)
+    replies = heard.replies
+    flushed = [i for i, r in enumerate(replies) if r.result.interrupted]
+    was_speaking = bool(replies[due - 1].n_samples)
     return {
         "offset_s": offset_s,
         "was_speaking": was_speaking,
         "due_chunk": due,
         "interrupted_chunks": flushed,
-        "in_time": flushed == [due] and heard.results[due].is_listen,
-        "answered": [r.heard for r in heard.results[due:] if r.heard],
-        "says": "".join(r.text for r in heard.results[due:])[:120],
+        "in_time": flushed == [due] and replies[due].result.is_listen,
+        "answered": [r.result.heard for r in replies[due:] if r.result.heard],
+        "says": "".join(r.result.text for r in replies[due:])[:120],
     }
 
 
@@ -204,11 +170,11 @@ async def noise(url: str) -> dict[str, Any]:
     """White noise at -20 dBFS during an answer must not stop it."""
     track = Track.silence(24.0).say("long_story.wav", 0.5).hiss(11.0, 20.0, -20.0)
     heard = await converse(url, track)
-    during = heard.results[11:20]
+    during = heard.replies[11:20]
     return {
-        "spoke_before": bool(heard.results[10].audio.size),
-        "interrupted": sum(r.interrupted for r in during),
-        "speak_units": sum(bool(r.audio.size) for r in during),
+        "spoke_before": bool(heard.replies[10].n_samples),
+        "interrupted": sum(r.result.interrupted for r in during),
+        "speak_units": sum(bool(r.n_samples) for r in during),
     }
 
 
@@ -237,11 +203,7 @@ def main() -> None:
     for row in figures["barge_in"]:
         print(f"barge-in at +{row['offset_s']:.2f} s: in time {row['in_time']}  {row['answered']}")
     print(f"noise: {figures['noise']}")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    report = {"commit": commit, "machine": platform.processor() or platform.machine(), **figures}
-    line = json.dumps(report)
+    line = json.dumps({**provenance(), **figures})
     if arguments.out:
         arguments.out.write_text(line + "\n", encoding="utf-8")
     print(line)

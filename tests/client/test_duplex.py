@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from shutil import which
 
@@ -237,3 +239,22 @@ def test_damaged_audio_in_a_result_is_an_error() -> None:
 
     with pytest.raises(DuplexError, match="damaged audio"):
         parse_event(json.dumps({"type": "result", "is_listen": False, "audio_data": odd}))
+
+
+async def test_the_stamp_of_an_event_is_that_of_its_arrival_not_of_its_reading(
+    service: Service,
+) -> None:
+    async with DuplexClient(service.ws_url) as session:
+        await session.prepare()
+        await session.send_audio(QUIET)
+        await asyncio.sleep(0.2)
+        await next_result(session)
+        read_at = time.monotonic()
+
+    assert session.sent_at < session.received_at < read_at - 0.1
+
+
+def test_sessions_of_the_same_instant_have_ids_of_their_own() -> None:
+    ids = {DuplexClient("ws://host").session_id for _ in range(50)}
+
+    assert len(ids) == 50

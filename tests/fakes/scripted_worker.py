@@ -72,6 +72,8 @@ class FakeSession:
 class ScriptedWorker:
     """`async with ScriptedWorker(slots=2) as worker:` listens on a free port until its end."""
 
+    connection_type: type[ServerConnection] = ServerConnection
+
     def __init__(self, slots: int = 1, script: Script | None = None, port: int = 0) -> None:
         self.slots = slots
         self.script = script or Script()
@@ -103,6 +105,7 @@ class ScriptedWorker:
             self._session,
             "127.0.0.1",
             self.port,
+            create_connection=self.connection_type,
             process_request=self._http,
             subprotocols=[Subprotocol(protocol.SUBPROTOCOL)],
             max_size=MAX_FRAME_BYTES,
@@ -194,6 +197,8 @@ class ScriptedWorker:
                 await session.send(protocol.Stopped())
                 return
             await self._reply(session, command)
+            # A fake that keeps nothing, for tests of what others keep.
+            del frame, command
 
     async def _reply(self, session: FakeSession, command: Command) -> None:
         match command:

@@ -69,7 +69,7 @@ class Stage:
             model=as_model(self.model),
             engine=engine,
             slots=SlotTable(n_slots),
-            media=MediaDecoder(1),
+            media=MediaDecoder(n_slots),
             call=lambda fn: self.threads.call(LANGUAGE, fn),
             on_broken=self.broken.append,
             fault=fault,

@@ -40,11 +40,12 @@ class FakeWorker:
         model: FakeDuplexModel | None = None,
         n_slots: int = 2,
         stuck_after_s: float = 30.0,
+        drain_timeout_s: float = 300.0,
     ) -> None:
         self.model = model or FakeDuplexModel()
         chunks = [np.full(UNIT_SAMPLES, level, np.float32) for level in (0.0, 1.0)]
         self.lifecycle = Lifecycle(
-            WorkerSettings("fake", n_slots, gpu_id=3, stuck_after_s=stuck_after_s),
+            WorkerSettings("fake", n_slots, 3, stuck_after_s, drain_timeout_s),
             lambda: as_model(self.model),
             functools.partial(rehearse, chunks),
         )

@@ -5,20 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import signal
 import socket
 import struct
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
 
 from gateway import link, pool
-from gateway.pool import Address, Lease
+from gateway.pool import Lease
 from gateway.server import ClientProtocol
 from shared.config import Config
 from shared.limits import MAX_INBOX_UNITS
@@ -220,37 +215,6 @@ async def test_a_dying_worker_ends_its_session_with_worker_lost_within_two_secon
         assert await client.closed(2.0) == 1011
 
 
-@contextmanager
-def worker_process(port: int) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-m", "tests.fakes.scripted_worker", str(port)])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-async def test_a_frozen_worker_loses_its_sessions_within_seconds(serve, talker, unused_tcp_port):
-    """Its sockets stay open and silent: its sessions were told only after the ping's 80 s."""
-    address = Address("127.0.0.1", unused_tcp_port)
-    with worker_process(unused_tcp_port) as process:
-        async with serve([address]) as running, running.dial() as socket:
-            client = talker(socket)
-            await client.prepare()
-
-            process.send_signal(signal.SIGSTOP)
-            told = await client.hear(timeout_s=8.0)
-
-            assert (told["type"], told["slug"]) == ("error", "worker_lost")
-            assert await client.closed() == 1011
-            assert running.gateway.pool.n_ready == 0
-            assert not list(running.gateway.pool.leases())
-
-            process.send_signal(signal.SIGCONT)
-            async with running.dial("omni_next") as after:
-                await talker(after).prepare()
-
-
 async def test_a_worker_that_does_not_open_is_not_tried_again_at_once(serve, talker, monkeypatch):
     """Each attempt costs its whole time-out, and the broken worker still counted as ready."""
     monkeypatch.setattr(link, "OPEN_TIMEOUT_S", 0.2)
@@ -302,6 +266,23 @@ async def test_a_refused_slot_puts_the_client_back_to_the_head_of_the_line(serve
         script.refuse_open = None
 
         await client.hear_kind("queue_done")
+
+
+async def test_a_worker_that_takes_nobody_any_more_puts_the_client_back_to_the_head(
+    serve, talker, until
+):
+    """Between two polls a worker may have begun to drain; its next client got an error."""
+    script = Script(refuse_open=Failure("no_worker", "this worker is retiring", 1013))
+    async with ScriptedWorker(script=script) as worker, serve([worker]) as running:
+        script.worker_status = "draining"
+        async with running.dial() as socket:
+            client = talker(socket)
+            first = await client.hear()
+            await until(lambda: running.gateway.pool.workers[0].status == "draining")
+            script.refuse_open = script.worker_status = None
+
+            assert first["type"] == "queued"
+            await client.hear_kind("queue_done")
 
 
 async def test_a_restarted_worker_serves_again(serve, talker, until):

@@ -34,9 +34,9 @@ async def test_a_dropped_chunk_is_answered_in_its_turn():
     for i in range(inbox.MAX_INBOX_UNITS + 1):
         box.put(chunk(), 1.0 + i)
 
-    early = box.due_drops()
+    early = box.due()
     first = box.answered(0)
-    late = box.due_drops()
+    late = box.due()
 
     assert early == []
     assert first is not None

@@ -176,6 +176,25 @@ def test_a_worker_in_error_counts_as_restarting_at_first():
     assert not worker.is_starting(200.0)
 
 
+def test_a_worker_that_dies_in_every_start_does_not_count_as_restarting_for_ever():
+    """Each new attempt began the time of grace anew, so its waiters waited without end."""
+    worker = make_pool().workers[0]
+    starting = []
+    for pid in range(1, 6):
+        for _ in range(2):
+            seen(worker, replaced(status="initializing", worker_status="loading", pid=pid))
+        worker.miss(0.0, answered=False)
+        starting.append(worker.is_starting(1.0))
+    seen(worker, replaced(status="initializing", worker_status="loading", pid=9))
+    while_loading = worker.is_starting(1.0)
+    seen(worker)
+    worker.miss(0.0, answered=False)
+
+    assert starting == [True, True, True, False, False]
+    assert while_loading
+    assert worker.is_starting(1.0)
+
+
 async def test_an_answer_that_is_no_health_report_is_an_error_not_a_crash():
     transport = httpx.MockTransport(lambda _: httpx.Response(500, text="boom"))
     pool = make_pool(1, transport)

@@ -134,6 +134,7 @@ async def test_a_message_beyond_the_frame_limit_ends_its_session_only(
             client = talker(socket)
             await client.prepare()
             await socket.send("x" * 1_000_001)
+            assert (await client.hear())["slug"] == "frame_too_large"
             assert await client.closed() == 1009
         async with running.dial("omni_b") as socket:
             await talker(socket).prepare()

@@ -63,7 +63,7 @@ def make_queue(
     client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(500)))
     addresses = [Address("127.0.0.1", 9000 + i) for i in range(n_workers)]
     pool = Pool(addresses, client, time.clock)
-    queue = TicketQueue(pool, max_size, eta.base_durations(ServiceConfig()), time.clock)
+    queue = TicketQueue(pool, max_size, eta.Durations(ServiceConfig()), time.clock)
     for worker in pool.workers:
         report(worker, time, total=slots)
     return queue, pool, time
@@ -183,6 +183,22 @@ def test_estimates_while_loading_are_the_workers_own():
 
     assert queue.place(a).is_starting
     assert queue.place(a).estimated_wait_s == eta.STARTUP_S
+
+
+def test_waiters_keep_their_place_while_the_only_worker_drains():
+    """A retired worker comes back; its waiters were told that there was none."""
+    queue, pool, time = make_queue()
+    claimed(queue.join("a", "omni_duplex"))
+    time.now += 30
+    report(pool.workers[0], time, status="draining")
+    b, c = queue.join("b", "omni_duplex"), queue.join("c", "omni_duplex")
+    queue.dispatch()
+
+    assert b.claim() is None
+    assert queue.place(b).is_starting
+    assert (queue.place(b).position, queue.place(c).position) == (1, 2)
+    # The session that is still on it, and then the start.
+    assert queue.place(b).estimated_wait_s == 60.0 + eta.STARTUP_S
 
 
 def test_an_overdue_run_counts_as_fifteen_more_seconds():

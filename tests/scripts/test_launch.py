@@ -11,8 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -20,110 +18,8 @@ import pytest
 from scripts import supervisor
 from scripts.machine import fetch
 from scripts.processes import Command
-from scripts.supervisor import StopRequest, Supervisor
-
-ROOT = Path(__file__).parents[2]
-PATIENCE_S = 30.0
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"still not so: {what}"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
-@dataclass
-class Launch:
-    """One folder with its configuration, in which the launcher is run."""
-
-    folder: Path
-    port: int = field(default_factory=free_port)
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        service = {"gateway_port": self.port, "worker_base_port": free_port(), "cpu_workers": 2}
-        self.config.write_text(json.dumps({"service": service}))
-
-    @property
-    def config(self) -> Path:
-        return self.folder / "config.json"
-
-    @property
-    def run_dir(self) -> Path:
-        return self.folder / "run"
-
-    def start(self, *arguments: str, behaviour: str = "") -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "tests.fakes.fake_launch", str(self.run_dir), behaviour]
-        process = subprocess.Popen(
-            [*argv, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "OMNI_CONFIG": str(self.config)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.processes.append(process)
-        return process
-
-    def run(self, *arguments: str, behaviour: str = "") -> tuple[int, str]:
-        """Run a command that ends by itself."""
-        process = self.start(*arguments, behaviour=behaviour)
-        output, _ = process.communicate(timeout=PATIENCE_S)
-        return process.returncode, output
-
-    def start_and_wait(self, behaviour: str = "") -> subprocess.Popen[str]:
-        process = self.start(behaviour=behaviour)
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("ready"):
-                return process
-        raise AssertionError("the launcher ended before it was ready")
-
-    def pids(self) -> dict[str, int]:
-        """Process ids of the launcher's children by the port they were given."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    words = (entry / "cmdline").read_text().split("\0")
-                except (FileNotFoundError, ProcessLookupError):
-                    continue
-                if "tests.fakes.fake_process" in words and str(self.folder) in _environ(entry):
-                    found[words[words.index("tests.fakes.fake_process") + 2]] = int(entry.name)
-        return {port: pid for port, pid in found.items() if is_alive(pid)}
-
-
-def _environ(entry: Path) -> str:
-    try:
-        return (entry / "environ").read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return ""
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    launch = Launch(tmp_path)
-    yield launch
-    launch.run("stop")
-    for process in launch.processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+from scripts.supervisor import Requests, Supervisor
+from tests.fakes.launch import PATIENCE_S, Launch, free_port, is_alive, wait_until
 
 
 def test_stages_are_shown_and_the_url_is_printed_when_all_are_ready(launch: Launch) -> None:
@@ -225,8 +121,8 @@ def test_a_worker_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         Command(role, [*fake, role, str(port)], {**os.environ}, f"http://127.0.0.1:{port}/health")
         for role, port in ports.items()
     ]
-    stop = StopRequest()
-    service = Supervisor(commands, tmp_path, lambda line: None, stop)
+    requests = Requests()
+    service = Supervisor(commands, tmp_path, lambda line: None, requests, drain_timeout_s=5.0)
     worker = service._workers[0]
     try:
         assert service.start()
@@ -239,7 +135,7 @@ def test_a_worker_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         wait_until(lambda: worker.pid not in {None, hung}, "another worker runs")
 
         assert not is_alive(hung)
-        stop.request()
+        requests.stop()
         watching.join()
     finally:
         service.close()

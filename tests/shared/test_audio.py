@@ -1,5 +1,7 @@
 """Bytes to samples and back; everything that is no audio is refused."""
 
+import base64
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,14 @@ from shared import audio
 from shared.errors import BadAudio
 
 
+@given(st.binary(max_size=200))
+def test_base64_is_that_of_the_standard_library(data):
+    text = base64.b64encode(data).decode()
+
+    assert audio.encode_base64(data) == text
+    assert audio.decode_base64(text) == data
+
+
 @given(hnp.arrays(np.float32, st.integers(0, 200), elements=st.floats(-1, 1, width=32)))
 def test_samples_survive_the_wire(samples):
     text = audio.encode_base64(audio.samples_to_f32(samples))
@@ -17,7 +27,23 @@ def test_samples_survive_the_wire(samples):
     assert np.array_equal(audio.samples_from_f32(audio.decode_base64(text)), samples)
 
 
-@pytest.mark.parametrize("text", ["A", "AAA", "A A=", "\u00e4AAA", "AAAA\n", "====", "AA=A"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A",
+        "AAA",
+        "A A=",
+        "\u00e4AAA",
+        "AAAA\n",
+        "====",
+        "AA=A",
+        "AAAAA===",
+        "AAAAA=",
+        "-_AA",
+        "\ud800AAA",
+        "AAAA\x00",
+    ],
+)
 def test_bad_base64_is_bad_audio(text):
     with pytest.raises(BadAudio, match="base64"):
         audio.decode_base64(text)

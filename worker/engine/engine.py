@@ -31,6 +31,9 @@ R = TypeVar("R")
 Wake = Callable[[str | None], None]
 """Told the lane that has a new ready op, or None when `advance` has something to do."""
 
+OnBatch = Callable[[str, int, float], None]
+"""Told kind, number of ops and seconds of each batch that has run, on the thread that ran it."""
+
 
 class ProgramCancelled(Exception):
     """The error of a program that was ended from outside."""
@@ -102,6 +105,7 @@ class Engine:
         runner: executes batches; see `OpRunner`.
         clock: seconds, monotonic; `Op.deadline` and `Until.deadline` are on it.
         on_fault: called once, on the thread that met it, when the device is lost.
+        on_batch: called after every batch, failed ones included; has to be quick.
     """
 
     def __init__(
@@ -109,11 +113,13 @@ class Engine:
         runner: OpRunner,
         clock: Callable[[], float] = time.monotonic,
         on_fault: Callable[[EngineFault], None] | None = None,
+        on_batch: OnBatch | None = None,
     ) -> None:
         self.clock = clock
         self.lanes = tuple(dict.fromkeys(runner.lanes.values()))
         self._runner = runner
         self._on_fault = on_fault
+        self._on_batch = on_batch
         self._scheduler: Scheduler[Task] = Scheduler(runner.lanes, runner.max_batch)
         self._advancing = threading.RLock()
         self._mutex = threading.RLock()
@@ -235,7 +241,11 @@ class Engine:
                 return False
             for task in batch.tasks:
                 task._session.n_running_ops += 1
-        self._deliver(batch, self._run(batch))
+        began_at = self.clock()
+        results = self._run(batch)
+        if self._on_batch is not None:
+            self._on_batch(batch.kind, len(batch.ops), self.clock() - began_at)
+        self._deliver(batch, results)
         self.advance()
         return True
 
@@ -373,7 +383,7 @@ class Engine:
             task._program.close()
         except Exception:
             # Whatever a program's clean-up raises, the task has to end: its slot waits for that.
-            log.exception("program failed while closing session=%s", task._session.key)
+            log.exception("program failed while closing task=%r", task)
         self._finish(task, None, task._ending)
 
     def _finish(self, task: Task, value: Any, error: BaseException | None) -> None:

@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ from shared.protocol import (
     Closed,
     Command,
     Event,
+    Failure,
     Input,
     Interrupt,
     Interrupted,
@@ -51,15 +53,18 @@ from shared.protocol import (
     Resumed,
     Stop,
     Stopped,
+    Timings,
 )
 from shared.states import SESSION_EDGES, SessionState, StateMachine
+from shared.turns import Turn
 from worker.engine.contract import Program
 from worker.engine.engine import Engine, ProgramCancelled, Task
 from worker.engine.slots import SlotTable
+from worker.metrics import WorkerMetrics
 from worker.models.contract import DuplexModel, Prompt, Unit, UnitResult
 from worker.sessions.failures import CLOSE_INTERNAL, CLOSE_NORMAL, failure_for, program_failure
 from worker.sessions.inbox import FailedChunk, Inbox
-from worker.sessions.media import MediaDecoder
+from worker.sessions.media import MediaDecoder, PendingChunk
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -85,19 +90,6 @@ class SessionLimits:
 
 
 @dataclass(slots=True)
-class SessionStats:
-    """What the sessions of a worker have done so far."""
-
-    n_units: int = 0
-    total_ms: float = 0.0
-    n_dropped_units: int = 0
-
-    @property
-    def mean_unit_ms(self) -> float:
-        return self.total_ms / self.n_units if self.n_units else 0.0
-
-
-@dataclass(slots=True)
 class SessionHost:
     """What all sessions of a worker share; made on the event loop they run on."""
 
@@ -112,7 +104,7 @@ class SessionHost:
     fault: asyncio.Future[EngineFault]
     """Done as soon as the device is lost."""
     limits: SessionLimits = SessionLimits()
-    stats: SessionStats = field(default_factory=SessionStats)
+    metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
     sessions: dict[int, DuplexSession] = field(default_factory=dict)
     """Slot -> session, newest last."""
 
@@ -148,7 +140,9 @@ class DuplexSession:
         self._clock = host.engine.clock
         self._machine = StateMachine(f"session {session_id}", SessionState.OPENED, SESSION_EDGES)
         self._inbox = Inbox(host.model.unit_samples)
-        self._undecoded: asyncio.Queue[Input] = asyncio.Queue(2 * MAX_INBOX_UNITS)
+        self._turn = Turn()
+        self._media = host.media.session()
+        self._undecoded: asyncio.Queue[PendingChunk] = asyncio.Queue(2 * MAX_INBOX_UNITS)
         self._prompt: Prompt | None = None
         self._answers_first = True
         """Results leave before the deferred work of their unit; the client may wish otherwise."""
@@ -176,6 +170,8 @@ class DuplexSession:
         """
         host = self._host
         self._loop = asyncio.get_running_loop()
+        # Compute threads know no session; what they hand over to the loop logs with this one.
+        self._context = copy_context()
         self._slot = host.slots.acquire(self.session_id)
         self._ended: asyncio.Future[_Ending] = self._loop.create_future()
         host.sessions[self._slot] = self
@@ -220,25 +216,30 @@ class DuplexSession:
                 self._send(failure_for(error, self.session_id, seq))
             if self._ended.done():
                 return
+            # It would be kept until the next one comes.
+            del command
         self._end("disconnected")
 
     async def _decode(self) -> None:
         while True:
-            message = await self._undecoded.get()
-            try:
-                chunk = await self._host.media.chunk(message)
-            except BadMessage as error:
-                self._inbox.refuse(message.seq, error)
-                self._answer()
-                continue
-            self._heard_at = self._clock()
-            n_dropped = self._inbox.add(chunk, self._heard_at)
-            if n_dropped:
-                self._host.stats.n_dropped_units += n_dropped
-                text = f"{n_dropped} units of input came faster than they could be heard"
-                self._send(Notice("input_dropped", text, n_dropped))
+            # In a call of its own: a local name here would keep the last pictures alive.
+            await self._take_in(await self._undecoded.get())
+
+    async def _take_in(self, pending: PendingChunk) -> None:
+        try:
+            chunk = await self._media.chunk(pending)
+        except BadMessage as error:
+            self._inbox.refuse(pending.message.seq, error)
             self._answer()
-            self._work_there.set()
+            return
+        self._heard_at = self._clock()
+        n_dropped = self._inbox.add(chunk, self._heard_at)
+        if n_dropped:
+            self._host.metrics.dropped_units.inc(n_dropped)
+            text = f"{n_dropped} units of input came faster than they could be heard"
+            self._send(Notice("input_dropped", text, n_dropped))
+        self._answer()
+        self._work_there.set()
 
     async def _work(self) -> None:
         while True:
@@ -306,7 +307,7 @@ class DuplexSession:
             self._inbox.force_listen_waiting()
             if not self._inbox.is_listen:
                 await self._interrupt()
-        await self._undecoded.put(message)
+        await self._undecoded.put(self._media.admit(message))
 
     async def _on_prepare(self, message: Prepare) -> None:
         if self.state is SessionState.PAUSED:
@@ -316,7 +317,7 @@ class DuplexSession:
         if len(message.system_prompt) > MAX_PROMPT_CHARS:
             n_chars = len(message.system_prompt)
             raise BadMessage(f"system_prompt has {n_chars} characters, at most {MAX_PROMPT_CHARS}")
-        media = self._host.media
+        media = self._media
         self._prompt = Prompt(
             message.system_prompt,
             message.settings,
@@ -371,16 +372,19 @@ class DuplexSession:
         return True
 
     async def _run_prepare(self, prompt: Prompt) -> None:
-        task = await self._run(self._host.model.prepare(self._state, prompt), "prepare")
-        if isinstance(task.error, (ProgramCancelled, EngineFault)):
+        host = self._host
+        began_at = self._clock()
+        task = await self._run(host.model.prepare(self._state, prompt), "prepare")
+        if self._ended.done() or isinstance(task.error, (ProgramCancelled, EngineFault)):
             return  # the session is ending
         if task.error is not None:
             self._to(SessionState.OPENED, "prepare failed")
-            error = program_failure(task.error, "prepare", self.session_id)
+            error = program_failure(task.error, "prepare")
             self._send(failure_for(error, self.session_id))
             self._inbox.fail_waiting(NotPrepared("prepare failed"))
             self._answer()
             return
+        host.metrics.prepare_seconds.observe(self._clock() - began_at)
         info = task.value
         self._to(SessionState.LIVE, "prepared")
         self._send(
@@ -398,21 +402,24 @@ class DuplexSession:
 
         def emitted(result: UnitResult) -> None:
             total_ms = 1000.0 * (engine.clock() - unit.arrived_at)
-            loop.call_soon_threadsafe(self._on_result, unit, result, total_ms)
+            loop.call_soon_threadsafe(
+                self._on_result, unit, result, total_ms, context=self._context
+            )
 
         what = f"unit {unit.index}"
         task = await self._run(self._host.model.unit(self._state, unit), what, emitted)
-        if isinstance(task.error, (ProgramCancelled, EngineFault)):
+        if self._ended.done() or isinstance(task.error, (ProgramCancelled, EngineFault)):
             return  # the session is ending
         if self._inbox.is_running:
             error = task.error or RuntimeError("the program emitted no result")
-            failed = program_failure(error, what, self.session_id)
+            failed = program_failure(error, what)
             if failed.ws_close is not None:
                 failed = ModelFault(f"{what} failed in the model")
             self._inbox.fail(failed)
+            self._host.metrics.unit_failed()
         elif task.error is not None:
             # Its chunk has its result: what failed is the deferred part.
-            program_failure(task.error, f"{what} after its result", self.session_id)
+            program_failure(task.error, f"{what} after its result")
         self._answer()
 
     async def _run(
@@ -435,11 +442,23 @@ class DuplexSession:
         timings = msgspec.structs.replace(result.timings, total_ms=total_ms)
         self._inbox.resolve(dataclasses.replace(result, timings=timings))
         self.kv_tokens = result.kv_tokens
-        self._host.stats.n_units += 1
-        self._host.stats.total_ms += total_ms
-        log.debug("unit done session=%s index=%d ms=%.1f", self.session_id, unit.index, total_ms)
+        self._measure(unit, result, timings)
+        log.debug("unit done index=%d ms=%.1f", unit.index, total_ms)
         if self._answers_first:
             self._answer()
+
+    def _measure(self, unit: Unit, result: UnitResult, timings: Timings) -> None:
+        metrics = self._host.metrics
+        done_at = unit.arrived_at + timings.total_ms / 1000.0
+        metrics.unit_done(timings, is_listen=result.is_listen, is_late=done_at > unit.deadline)
+        turn_began_at = self._turn.take(
+            unit.arrived_at,
+            is_listen=result.is_listen,
+            has_audio=bool(result.audio.size),
+            end_of_turn=result.end_of_turn,
+        )
+        if turn_began_at is not None:
+            metrics.first_audio_seconds.observe(done_at - turn_began_at)
 
     def _answer(self) -> None:
         for answer in self._inbox.answers():
@@ -456,6 +475,8 @@ class DuplexSession:
         self._limits_moved.set()
 
     def _send(self, event: Event) -> None:
+        if isinstance(event, Failure):
+            self._host.metrics.failed(event.slug)
         try:
             self._out(event)
         except SlowReader as error:
@@ -474,6 +495,7 @@ class DuplexSession:
         host, slot = self._host, self._slot
         ending = self._ended.result()
         self._machine.to(SessionState.CLOSING, ending.reason)
+        host.metrics.session_ended(ending.reason)
         close_code = CLOSE_NORMAL
         if ending.error is not None:
             failure = failure_for(ending.error, self.session_id)
@@ -482,6 +504,7 @@ class DuplexSession:
         for part in self._parts:
             part.cancel()
         await asyncio.gather(*self._parts, return_exceptions=True)
+        self._forget_input()
         host.slots.start_cleaning(slot)
         host.fault.remove_done_callback(self._on_fault)
         if await self._clean():
@@ -491,6 +514,14 @@ class DuplexSession:
         del host.sessions[slot]
         self.closed.set()
         return close_code
+
+    def _forget_input(self) -> None:
+        """Drop what was never looked at. Session, tasks and tracebacks refer to each other, so
+        its pictures would otherwise stay until some later garbage collection."""
+        self._parts.clear()
+        self._inbox.forget()
+        while not self._undecoded.empty():
+            self._undecoded.get_nowait()
 
     async def _clean(self) -> bool:
         """Bring the slot to a state nobody can see; False if the worker is broken."""

@@ -28,15 +28,15 @@ def failure_for(error: BaseException, session_id: str, seq: int | None = None) -
     """
     if isinstance(error, OmniError):
         return Failure(error.slug, str(error), error.ws_close, seq)
-    log.error("unexpected error session=%s", session_id, exc_info=error)
+    log.error("unexpected error", exc_info=error)
     return Failure("internal", f"internal error in session {session_id}", CLOSE_INTERNAL, seq)
 
 
-def program_failure(error: BaseException | None, what: str, session_id: str) -> OmniError:
+def program_failure(error: BaseException | None, what: str) -> OmniError:
     """Return the typed error of a program that failed; the cause is logged here, once."""
     if isinstance(error, OmniError):
         level = logging.ERROR if isinstance(error, EngineFault) else logging.WARNING
-        log.log(level, "%s failed session=%s slug=%s: %s", what, session_id, error.slug, error)
+        log.log(level, "%s failed slug=%s: %s", what, error.slug, error)
         return error
-    log.error("%s failed session=%s", what, session_id, exc_info=error)
+    log.error("%s failed", what, exc_info=error)
     return ModelFault(f"{what} failed in the model")

@@ -133,7 +133,8 @@ class Inbox:
 
     def refuse(self, seq: int, error: OmniError) -> None:
         """A chunk that is no input: its answer keeps the order of the chunks."""
-        self._owed.append(_Owed(seq, error=error))
+        # A new one: the traceback holds the chunk, and the answer may wait for its turn.
+        self._owed.append(_Owed(seq, error=type(error)(str(error))))
 
     def force_listen_waiting(self) -> None:
         """Have every unit that waits listen: what the user says now overtakes it."""
@@ -181,6 +182,14 @@ class Inbox:
         self._waiting.clear()
         self._samples = np.zeros(0, np.float32)
         self._frames, self._force_listen, self._max_slice_nums = [], False, None
+
+    def forget(self) -> None:
+        """Drop everything: nobody is there any more to be answered."""
+        self._owed.clear()
+        self._waiting.clear()
+        self._running = None
+        self._samples = np.zeros(0, np.float32)
+        self._frames = []
 
     def answers(self) -> list[Answer]:
         """Take the answers that are due now, in the order of their chunks."""

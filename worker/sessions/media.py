@@ -1,24 +1,36 @@
-"""Bytes of an `Input` -> samples and images, checked, on a few threads beside the event loop."""
+"""Bytes of an `Input` -> samples and images, checked, on a few threads beside the event loop.
+
+What waits here and behind it, encoded or decoded, is counted: a picture of 50 megapixels is a
+small file and 150 MB in memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import struct
+import threading
+import weakref
 import zlib
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import ExifTags, Image
 
 from shared.audio import Samples, check_f32_length, samples_from_f32
-from shared.errors import BadAudio, BadImage, BadMessage
+from shared.errors import BadAudio, BadImage, BadMessage, MediaFull
 from shared.limits import (
     INPUT_SAMPLE_RATE_HZ,
     MAX_CHUNK_S,
     MAX_IMAGE_PIXELS,
     MAX_IMAGES_PER_CHUNK,
+    MAX_MEDIA_BYTES,
     MAX_REFERENCE_VOICE_S,
+    MAX_SESSION_MEDIA_BYTES,
 )
 from shared.protocol import Input
 from worker.sessions.inbox import Chunk, Frame
@@ -54,26 +66,138 @@ _TURNS = {
 """EXIF orientation -> what makes the image upright."""
 
 
+class MediaBudget:
+    """The bytes of media that all sessions of a worker hold; may be used from any thread.
+
+    Args:
+        n_sessions: a session below an even share of the budget is always given room, so that
+            its neighbours cannot take it away.
+    """
+
+    def __init__(self, n_sessions: int) -> None:
+        self._fair_share = MAX_MEDIA_BYTES // n_sessions
+        self._lock = threading.Lock()
+        self._total = 0
+        self._dropped: deque[tuple[MediaAccount, int]] = deque()
+        """What nobody needs any more. It is told from wherever the last reference goes, which
+        may be inside of `take`: so no lock is taken there."""
+
+    @property
+    def total(self) -> int:
+        self._collect()
+        return self._total
+
+    def take(self, account: MediaAccount, n_bytes: int) -> None:
+        """Raises MediaFull."""
+        self._collect()
+        with self._lock:
+            own = account.n_bytes + n_bytes
+            fits = own <= MAX_SESSION_MEDIA_BYTES and self._total + n_bytes <= MAX_MEDIA_BYTES
+            if not fits and own > self._fair_share:
+                raise MediaFull("Too much input waits for the model; send less or smaller pictures")
+            account.n_bytes = own
+            self._total += n_bytes
+
+    def give_back(self, account: MediaAccount, n_bytes: int) -> None:
+        with self._lock:
+            account.n_bytes -= n_bytes
+            self._total -= n_bytes
+
+    def dropped(self, account: MediaAccount, n_bytes: int) -> None:
+        """Give back from a finalizer."""
+        self._dropped.append((account, n_bytes))
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                account, n_bytes = self._dropped.popleft()
+            except IndexError:
+                return
+            self.give_back(account, n_bytes)
+
+
+class MediaAccount:
+    """One session's part of the budget."""
+
+    def __init__(self, budget: MediaBudget) -> None:
+        self._budget = budget
+        self.n_bytes = 0
+
+    @contextmanager
+    def room(self, n_bytes: int) -> Iterator[None]:
+        """Take room for what is made inside; given back at once if that fails.
+
+        Raises:
+            MediaFull: there is none.
+        """
+        self._budget.take(self, n_bytes)
+        try:
+            yield
+        except BaseException:
+            self._budget.give_back(self, n_bytes)
+            raise
+
+    def hold(self, media: Frame | PendingChunk, n_bytes: int) -> None:
+        """Keep room that was taken for `media` until its last reference is gone."""
+        weakref.finalize(media, self._budget.dropped, self, n_bytes).atexit = False
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class PendingChunk:
+    """A chunk on its way to be decoded, or only its number and why it will not be."""
+
+    message: Input
+    error: BadMessage | None = None
+
+
 class MediaDecoder:
     """Decodes for all sessions of a worker."""
 
-    def __init__(self, n_threads: int = 2) -> None:
+    def __init__(self, n_sessions: int, n_threads: int = 2) -> None:
+        self.budget = MediaBudget(n_sessions)
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="omni-media")
 
-    async def chunk(self, message: Input) -> Chunk:
-        """Raises BadAudio, BadImage."""
+    def session(self) -> SessionMedia:
+        return SessionMedia(MediaAccount(self.budget), self._pool)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class SessionMedia:
+    """The decoder as one session sees it."""
+
+    def __init__(self, account: MediaAccount, pool: ThreadPoolExecutor) -> None:
+        self._account = account
+        self._pool = pool
+
+    def admit(self, message: Input) -> PendingChunk:
+        """Return the message as it may wait; one there is no room for is answered in its turn."""
+        n_bytes = len(message.audio) + sum(map(len, message.frames))
+        try:
+            with self._account.room(n_bytes):
+                pending = PendingChunk(message)
+        except MediaFull as error:
+            return PendingChunk(Input(message.seq, b""), error)
+        self._account.hold(pending, n_bytes)
+        return pending
+
+    async def chunk(self, pending: PendingChunk) -> Chunk:
+        """Raises BadAudio, BadImage, MediaFull."""
+        if pending.error is not None:
+            raise pending.error
+        message = pending.message
         if not message.frames and len(message.audio) <= INLINE_AUDIO_BYTES:
-            return decode_chunk(message)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, decode_chunk, message)
+            return decode_chunk(message, self._account)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, decode_chunk, message, self._account
+        )
 
     async def voice(self, data: bytes) -> Samples:
         """Raises BadAudio."""
         if not data:
             return np.zeros(0, np.float32)
         return await asyncio.get_running_loop().run_in_executor(self._pool, decode_voice, data)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def decode_voice(data: bytes) -> Samples:
@@ -82,12 +206,13 @@ def decode_voice(data: bytes) -> Samples:
     return samples_from_f32(data)
 
 
-def decode_chunk(message: Input) -> Chunk:
+def decode_chunk(message: Input, account: MediaAccount) -> Chunk:
     """Return the chunk that a message holds.
 
     Raises:
         BadAudio: empty, too long, or no audio.
         BadImage: too many frames, or one that is damaged or too large.
+        MediaFull: there is no room for the pixels.
     """
     if not message.audio:
         raise BadAudio("audio is empty, expected float32 samples at 16 kHz")
@@ -102,28 +227,33 @@ def decode_chunk(message: Input) -> Chunk:
     # The limit holds for the frames of a chunk together: decoded, they wait in memory.
     n_pixels_left = MAX_IMAGE_PIXELS
     for data in message.frames:
-        frame = decode_image(data, n_pixels_left)
+        frame = decode_image(data, account, n_pixels_left)
         n_pixels_left -= frame.shape[0] * frame.shape[1]
         frames.append(frame)
     return Chunk(message.seq, samples, tuple(frames), message.force_listen, message.max_slice_nums)
 
 
-def decode_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Frame:
-    """Return the upright RGB pixels of a JPEG or PNG file.
+def decode_image(data: bytes, account: MediaAccount, max_pixels: int = MAX_IMAGE_PIXELS) -> Frame:
+    """Return the upright RGB pixels of a JPEG or PNG file; `account` holds them while they live.
 
     Raises:
         BadImage: another format, damaged, truncated, or more than `max_pixels`; the size is
             checked before anything is decoded.
+        MediaFull: there is no room for the pixels.
     """
     try:
         with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
             width, height = image.size
             if width * height > max_pixels:
                 raise BadImage(f"image is {width}x{height}, at most {max_pixels} pixels are left")
-            turn = _TURNS.get(_orientation(image))
-            image.load()
-            upright = image if turn is None else image.transpose(turn)
-            return np.asarray(upright.convert("RGB"), dtype=np.uint8)
+            n_bytes = 3 * width * height
+            with account.room(n_bytes):
+                turn = _TURNS.get(_orientation(image))
+                image.load()
+                upright = image if turn is None else image.transpose(turn)
+                frame = np.asarray(upright.convert("RGB"), dtype=np.uint8)
+            account.hold(frame, n_bytes)
+            return frame
     except _UNREADABLE as error:
         raise BadImage("image is no readable JPEG or PNG") from error
 

@@ -12,11 +12,15 @@ import numpy as np
 from shared.audio import Samples, read_wav, samples_to_f32
 from shared.errors import BadAudio
 from shared.limits import INPUT_SAMPLE_RATE_HZ
+from shared.logs import session_id_in_context
 from shared.protocol import Command, Event, Failure, Input, Prepare, Prepared, Result, Stop
 from worker.models.contract import Progress
 from worker.sessions.duplex import DuplexSession, SessionHost
 
 E = TypeVar("E", Prepared, Result)
+
+WARM_UP = "warm-up"
+"""Id of the session that is played."""
 
 ANSWER_S = 4
 """Seconds of silence after the clip: room for an answer, so that speaking is warm as well."""
@@ -53,8 +57,12 @@ async def rehearse(
             progress((seq + 1) / len(chunks), f"unit {seq + 1} of {len(chunks)}")
         yield Stop("rehearsed")
 
-    session = DuplexSession(host, "warm-up", "omni_duplex", take)
-    await session.run(commands())
+    session = DuplexSession(host, WARM_UP, "omni_duplex", take)
+    token = session_id_in_context.set(WARM_UP)
+    try:
+        await session.run(commands())
+    finally:
+        session_id_in_context.reset(token)
     if len(results) < len(chunks):
         text = failures[0].message if failures else "the session ended early"
         raise RehearsalFailed(f"{len(results)} of {len(chunks)} chunks were answered: {text}")

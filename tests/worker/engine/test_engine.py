@@ -417,3 +417,17 @@ def test_whenever_programs_are_cancelled_no_op_is_lost_run_twice_or_left_behind(
     assert len(ran) == len(set(ran))
     for task, results, n_ops in play.started:
         assert len(results) == n_ops if task.error is None else len(results) < n_ops
+
+
+def test_every_batch_is_told_with_its_size_and_time(runner, clock):
+    told: list[tuple[str, int, float]] = []
+    engine = Engine(runner, clock, on_batch=lambda *batch: told.append(batch))
+    runner.during = lambda: setattr(clock, "now", clock.now + 0.5)
+    for i in range(3):
+        engine.spawn(f"s{i}", doubled(i))
+    engine.step("a")
+    runner.raises = RuntimeError("no")
+    engine.spawn("s", doubled(1, "other"))
+    engine.step("b")
+
+    assert told == [("double", 3, 0.5), ("other", 1, 0.5)]

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from shared.errors import EngineFault
+from shared.protocol import Timings
 from shared.states import WORKER_EDGES, IllegalTransition, StateMachine, WorkerState
 from tests.fakes.model import FakeDuplexModel, as_model
 from tests.fakes.session import eventually
@@ -43,7 +44,10 @@ def test_every_pair_of_worker_states(old, new):
         ("loading", "ready"),
         ("loading", "failed"),
         ("loading", "draining"),
+        ("ready", "retiring"),
         ("ready", "draining"),
+        ("retiring", "draining"),
+        ("retiring", "failed"),
         ("ready", "failed"),
         ("draining", "failed"),
     }
@@ -141,7 +145,7 @@ async def test_a_device_lost_during_warm_up_ends_with_the_fault_code():
 
 async def test_what_warm_up_did_is_not_counted():
     async def warm_up(host, progress) -> None:
-        host.stats.n_units += 5
+        host.metrics.unit_done(Timings(total_ms=5.0), is_listen=True, is_late=False)
 
     lifecycle = make(warm_up=warm_up)
     running = asyncio.create_task(lifecycle.run())
@@ -152,7 +156,8 @@ async def test_what_warm_up_did_is_not_counted():
     assert lifecycle.health().total_requests == 0
 
 
-async def test_a_worker_can_be_stopped_while_it_loads():
+@pytest.mark.parametrize("ask", [Lifecycle.request_stop, Lifecycle.request_retirement])
+async def test_a_worker_can_be_stopped_while_it_loads(ask):
     gate, inside = threading.Event(), threading.Event()
 
     def hold(name: str) -> None:
@@ -162,8 +167,8 @@ async def test_a_worker_can_be_stopped_while_it_loads():
     lifecycle = make(FakeDuplexModel(on_stage=hold))
     running = asyncio.create_task(lifecycle.run())
     assert await asyncio.to_thread(inside.wait, 5)
-    lifecycle.request_stop()
-    lifecycle.request_stop()
+    ask(lifecycle)
+    ask(lifecycle)
     gate.set()
 
     assert await running == 0

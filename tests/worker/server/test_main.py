@@ -37,14 +37,14 @@ def test_the_cascade_on_a_cpu_holds_two_sessions():
 def test_settings_come_from_the_configuration():
     settings = settings_of(
         config(
-            service={"sessions_per_worker": 5, "stuck_after_s": 7},
+            service={"sessions_per_worker": 5, "stuck_after_s": 7, "drain_timeout_s": 8},
             duplex={"pause_timeout": 1, "idle_timeout_s": 2, "max_session_s": 3},
         ),
         4,
     )
 
     assert (settings.backend, settings.n_slots, settings.gpu_id) == ("cascade", 5, 4)
-    assert settings.stuck_after_s == 7.0
+    assert (settings.stuck_after_s, settings.drain_timeout_s) == (7.0, 8.0)
     limits = settings.limits
     assert (limits.pause_timeout_s, limits.idle_timeout_s, limits.max_session_s) == (1, 2, 3)
 
@@ -56,29 +56,27 @@ def test_the_big_model_is_refused_in_one_sentence():
         build()
 
 
-def test_a_bad_configuration_ends_with_two_and_names_the_key(tmp_path, caplog):
+def test_a_bad_configuration_ends_with_two_and_names_the_key(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"service": {"gatway_port": 1}}))
 
-    with caplog.at_level(logging.ERROR):
-        assert main(["--config", str(path), "--port", "0"]) == 2
-    assert "service.gatway_port" in caplog.text
+    assert main(["--config", str(path), "--port", "0"]) == 2
+    assert "service.gatway_port" in capsys.readouterr().err
 
 
-def test_a_taken_port_ends_with_one(caplog):
-    with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.ERROR):
+def test_a_taken_port_ends_with_one(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["--port", str(port)]) == 1
-    assert f"port {port} cannot be taken" in caplog.text
+    assert f"port {port} cannot be taken" in capsys.readouterr().err
 
 
-def test_a_back_end_that_is_not_there_ends_with_one(tmp_path, caplog):
+def test_a_back_end_that_is_not_there_ends_with_one(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model": {"backend": "minicpmo45"}}))
 
-    with caplog.at_level(logging.ERROR):
-        assert main(["--config", str(path), "--port", "0"]) == 1
-    assert "minicpmo45 back end is not part of this version" in caplog.text
+    assert main(["--config", str(path), "--port", "0"]) == 1
+    assert "minicpmo45 back end is not part of this version" in capsys.readouterr().err
 
 
 def test_the_port_answers_before_torch_is_imported():
@@ -107,7 +105,8 @@ threading.Thread(target=lambda: print(torch.__config__.parallel_info())).start()
 
 
 @pytest.mark.weights
-def test_a_worker_process_answers_at_once_and_ends_with_zero_on_sigterm(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_worker_process_answers_at_once_and_ends_with_zero_when_asked_to(number):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
@@ -123,7 +122,7 @@ def test_a_worker_process_answers_at_once_and_ends_with_zero_on_sigterm(tmp_path
         with httpx.Client(transport=transport, trust_env=False, timeout=3) as client:
             health = client.get(f"http://127.0.0.1:{port}/health").json()
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         process.communicate(timeout=30)
 
     assert health["status"] in ("initializing", "healthy")

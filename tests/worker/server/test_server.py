@@ -296,6 +296,65 @@ async def test_a_worker_that_is_stopped_tells_its_sessions_and_ends_with_zero(ma
     assert await worker.code() == 0
 
 
+async def test_a_retiring_worker_refuses_sessions_and_ends_with_zero_after_its_last_one(make):
+    worker = await make()
+    peer = await worker.session()
+    worker.lifecycle.request_retirement()
+    worker.lifecycle.request_retirement()
+    other = await worker.connect()
+    await other.send(OPEN)
+    (refusal,) = await other.rest()
+    health = await worker.health()
+    await peer.send(chunk(0, LOUD))
+    result = await peer.until(Result)
+    await peer.send(Stop())
+
+    assert (refusal.slug, refusal.message) == ("no_worker", "this worker is retiring")
+    assert (health.status, health.worker_status, health.slots_free) == ("healthy", "draining", 0)
+    assert result.text == "u0 "
+    assert await peer.until(Closed) == Closed("stopped")
+    assert await worker.code() == 0
+
+
+async def test_a_retiring_worker_tells_the_sessions_that_are_left_after_its_time(make):
+    worker = await make(drain_timeout_s=0.2)
+    peer = await worker.session()
+    worker.lifecycle.request_retirement()
+    failure = await peer.until(Failure)
+
+    assert (failure.slug, failure.close_code) == ("worker_lost", 1001)
+    assert await peer.close_code() == 1001
+    assert await worker.code() == 0
+
+
+async def test_a_retiring_worker_without_sessions_ends_at_once(make):
+    worker = await make()
+    worker.lifecycle.request_retirement()
+
+    assert await worker.code() == 0
+
+
+async def test_a_stop_ends_a_worker_that_waits_for_its_sessions(make):
+    worker = await make()
+    peer = await worker.session()
+    worker.lifecycle.request_retirement()
+    worker.lifecycle.request_stop()
+
+    assert (await peer.until(Failure)).close_code == 1001
+    assert await worker.code() == 0
+
+
+async def test_a_retiring_worker_that_loses_its_device_fails(make):
+    worker = await make()
+    peer = await worker.session()
+    worker.lifecycle.request_retirement()
+    worker.model.fault_kinds.add("think")
+    await peer.send(chunk(0))
+
+    assert (await peer.until(Failure)).slug == "engine_fault"
+    assert await worker.code() == 70
+
+
 async def test_a_worker_whose_device_hangs_can_still_be_stopped(make, monkeypatch):
     monkeypatch.setattr("worker.lifecycle.DRAIN_TIMEOUT_S", 0.2)
     monkeypatch.setattr("worker.lifecycle.FAULT_TIMEOUT_S", 0.2)

@@ -197,7 +197,8 @@ async def test_input_that_comes_too_fast_is_dropped_with_a_count(make):
     assert [(notice.slug, notice.count) for notice in notices] == [("input_dropped", 1)] * 2
     assert [result.seq for result in results if result.dropped] == [1, 2]
     assert all(result.is_listen for result in results if result.dropped)
-    assert stage.host.stats.n_dropped_units == 2
+    registry = stage.host.metrics.registry
+    assert registry.get_sample_value("omni_worker_dropped_units_total") == 2
 
 
 async def test_force_listen_silences_the_model_at_once(make):
@@ -505,6 +506,39 @@ async def test_stop_overtakes_queued_audio(make):
 
     await client.next(Closed)
     assert len(stage.model.states[0].units) == 1
+
+
+async def test_a_unit_that_ends_together_with_its_session_is_no_failure(make, caplog):
+    """Its result came too late to be sent, which was then told as a fault of the model."""
+    done = threading.Event()
+
+    class Model(FakeDuplexModel):
+        def unit(self, state, unit):
+            yield from super().unit(state, unit)
+            done.set()
+
+    gate = threading.Event()
+    stage = make(model=Model(gates={"think": gate}, entered={"think": threading.Event()}))
+    events = []
+
+    def send(event):
+        events.append(event)
+        if isinstance(event, Stopped):
+            # Held here, the loop finds the end of the unit beside that of the session.
+            gate.set()
+            assert done.wait(5)
+
+    async def commands():
+        yield Prepare("be brief")
+        await eventually(lambda: any(isinstance(event, Prepared) for event in events))
+        yield chunk(0)
+        await entered(stage, "think")
+        yield Stop()
+
+    await DuplexSession(stage.host, "s", "omni_duplex", send).run(commands())
+
+    assert [type(event) for event in events] == [Opened, Prepared, Stopped, Closed]
+    assert "failed" not in caplog.text
 
 
 async def test_a_reason_that_would_forge_a_log_line_is_not_kept(stage):

@@ -1,0 +1,451 @@
+"""Two live conversations while everything around them goes wrong.
+
+    .venv/bin/python -m tests.faults.soak --minutes 20
+    .venv/bin/python -m tests.faults.soak --minutes 20 --url ws://127.0.0.1:8006
+
+Without `--url` it starts a gateway, a cascade worker with four slots and a second worker around
+the fake model. Two sessions on the cascade ask a spoken question every twenty seconds, at the pace
+of a microphone. Meanwhile, seeded, sessions on both workers end in every way there is, send
+garbage and image bombs, do not read, come over bad networks, in crowds that have to queue; the
+second worker is killed, frozen, stopped and started again. With `--url` a service that runs
+already gets the same clients; its processes are left alone and not looked into.
+
+Prints a table and, as the last line, one JSON object. Exit status 1 when a healthy session lost a
+deadline or a caption, or when something leaked.
+
+The faulty sessions send silence or noise nearly always: on two cores, more speech would measure
+the CPU and not the service.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+
+from client.duplex import DuplexClient, DuplexError
+from client.journal import Journal, percentiles
+from client.media import read_audio
+from client.paced import Chunk, LoopProbe, stream
+from scripts.machine import fetch
+from shared.limits import INPUT_SAMPLE_RATE_HZ as RATE
+from shared.playback import DEFAULT_BUFFER_S
+from tests.bench.bench_conversation import Track
+from tests.faults.clients import (
+    ENDINGS,
+    SLOW_ENDINGS,
+    Caller,
+    Ending,
+    Target,
+    chunk_of,
+    chunks_of,
+    closed_while_the_model_speaks,
+    killed_while_the_model_speaks,
+)
+from tests.faults.leaks import show_usage
+from tests.faults.processes import (
+    Process,
+    Usage,
+    cascade_worker,
+    fake_worker,
+    gateway,
+    running,
+    wait_ready,
+    wait_until,
+)
+from tests.faults.proxy import Proxy
+from tests.faults.service import Service
+
+ASSETS = Path(__file__).parents[1] / "assets"
+QUESTIONS: Final = (("capital_france.wav", "France"), ("days_in_week.wav", "week"))
+"""Clips, and a word their caption has to hold."""
+
+PERIOD_S = 20
+DEADLINE_S = 1.0
+N_CASCADE_SLOTS = 4
+N_FAKE_SLOTS = 2
+AT_A_TIME = 3
+QUESTION_SHARE = 0.1
+"""Of the faulty sessions that speak: so many ask a real question, the others hiss."""
+
+CROWD = 8
+FAULT_INTERVAL_S = 25.0
+FROZEN_S = 4.0
+DOWN_S = 2.0
+
+
+# ---- the healthy
+
+
+@dataclass
+class Healthy:
+    """One conversation that nothing may disturb."""
+
+    name: str
+    first_at_s: int
+    """When it asks for the first time, in its own seconds."""
+    is_live: asyncio.Event = field(default_factory=asyncio.Event)
+    journal: Journal = field(default_factory=Journal)
+    problem: str = ""
+
+    async def run(self, url: str, n_units: int) -> None:
+        try:
+            async with DuplexClient(url, mode="audio") as session:
+                await session.prepare()
+                self.is_live.set()
+                begin_at = time.monotonic()
+                self.journal = await stream(session, self._chunks(n_units), begin_at, 1.0)
+                self.problem = self.journal.problem or ""
+                await session.stop()
+        except DuplexError as error:
+            self.problem = str(error)
+        finally:
+            self.is_live.set()
+
+    def _chunks(self, n_units: int) -> Iterator[Chunk]:
+        """Questions in turn, one in each period, each a bit later within its chunk."""
+        track = Track.silence(PERIOD_S * len(QUESTIONS))
+        for index, (clip, _) in enumerate(QUESTIONS):
+            track.say(clip, index * PERIOD_S + 0.37 * index)
+        silence = np.zeros(RATE, np.float32)
+        n_seconds = len(track.samples) // RATE
+        for unit in range(n_units):
+            second = unit - self.first_at_s
+            if second < 0 or second // PERIOD_S >= self._n_questions(n_units):
+                yield silence, ()
+            else:
+                start = second % n_seconds * RATE
+                yield track.samples[start : start + RATE], ()
+
+    def _n_questions(self, n_units: int) -> int:
+        """Those that have their whole period."""
+        return max(0, (n_units - self.first_at_s) // PERIOD_S)
+
+    def report(self, n_units: int) -> dict[str, Any]:
+        journal, wrong = self.journal, []
+        for number in range(self._n_questions(n_units)):
+            begin = self.first_at_s + number * PERIOD_S
+            replies = journal.replies[begin : begin + PERIOD_S]
+            heard = " ".join(reply.result.heard for reply in replies)
+            if QUESTIONS[number % len(QUESTIONS)][1] not in heard:
+                wrong.append({"unit": begin, "heard": heard})
+        return {
+            "units": len(journal.replies),
+            "expected": n_units,
+            "latency_ms": percentiles(journal.latencies_s(), 1000),
+            "missed": sum(s > DEADLINE_S for s in journal.latencies_s()) + journal.n_unanswered,
+            "dropped": journal.n_dropped,
+            "gaps_ms": percentiles(journal.gaps_s(DEFAULT_BUFFER_S), 1000),
+            "interruptions": sum(reply.result.interrupted for reply in journal.replies),
+            "questions": self._n_questions(n_units),
+            "wrong_captions": wrong,
+            "errors": [error.slug for error in journal.errors],
+            "problem": self.problem,
+        }
+
+    def is_well(self, n_units: int) -> bool:
+        figures = self.report(n_units)
+        bad = ("missed", "dropped", "wrong_captions", "errors", "problem")
+        return figures["units"] == n_units and not any(figures[name] for name in bad)
+
+
+# ---- the faulty
+
+
+async def spoke_over_a_bad_network(target: Target) -> None:
+    async with Proxy(target.port, seed=target.rng.randrange(1000)) as proxy:
+        for faults in (proxy.up, proxy.down):
+            faults.delay_s, faults.jitter_s, faults.loss = 0.1, 0.3, 0.1
+        async with Caller.live(target.through(proxy)) as caller:
+            await caller.exchange(5)
+            await caller.stop()
+
+
+async def spoke_over_a_thin_line(target: Target) -> None:
+    async with Proxy(target.port) as proxy, Caller.live(target.through(proxy)) as caller:
+        proxy.up.bytes_per_s = proxy.down.bytes_per_s = 60_000.0
+        await caller.exchange(4)
+        caller.vanish()
+
+
+async def came_in_a_crowd(target: Target) -> None:
+    """More at once than there are slots; some wait for a place, some leave the queue."""
+
+    async def one(patience_s: float) -> None:
+        async with Caller.open(target) as caller:
+            with contextlib.suppress(TimeoutError, ConnectionClosed):
+                async with asyncio.timeout(patience_s):
+                    await caller.say("prepare", system_prompt=target.prompt)
+                    await caller.hear("prepared")
+            caller.vanish()
+
+    await asyncio.gather(*(one(target.rng.uniform(0.0, 2.0)) for _ in range(CROWD)))
+
+
+FAULTY: Final[tuple[Ending, ...]] = (
+    *ENDINGS,
+    *SLOW_ENDINGS,
+    spoke_over_a_bad_network,
+    spoke_over_a_thin_line,
+    came_in_a_crowd,
+)
+SPEAKING: Final = (closed_while_the_model_speaks, killed_while_the_model_speaks)
+
+
+@dataclass
+class Trouble:
+    """Opens faulty sessions until it is cancelled, and remembers how they went."""
+
+    target: Target
+    rng: random.Random
+    ended: Counter[str] = field(default_factory=Counter)
+    cut_short: Counter[str] = field(default_factory=Counter)
+    """By a fault of a worker, mostly: these sessions check what they get."""
+
+    async def run(self) -> None:
+        question = replace(self.target, speech=chunks_of(read_audio(ASSETS / QUESTIONS[0][0])))
+        while True:
+            ending = self.rng.choice(FAULTY)
+            asks = ending in SPEAKING and self.rng.random() < QUESTION_SHARE
+            try:
+                await ending(question if asks else self.target)
+                self.ended[ending.__name__] += 1
+            except (
+                AssertionError,
+                ConnectionClosed,
+                InvalidHandshake,
+                OSError,
+                TimeoutError,
+            ) as error:
+                self.cut_short[f"{ending.__name__}: {type(error).__name__}"] += 1
+            await asyncio.sleep(self.rng.uniform(0.1, 1.5))
+
+
+async def worker_faults(worker: Process, rng: random.Random, done: Counter[str]) -> None:
+    """Kill, freeze and stop a worker in turn, each time bringing it back."""
+    kinds = ["kill", "freeze", "terminate"]
+    while True:
+        await asyncio.sleep(rng.uniform(0.6, 1.4) * FAULT_INTERVAL_S)
+        kind = rng.choice(kinds)
+        done[kind] += 1
+        if kind == "freeze":
+            worker.freeze()
+            await asyncio.sleep(FROZEN_S)
+            worker.thaw()
+            continue
+        if kind == "kill":
+            worker.kill()
+        else:
+            worker.terminate()
+            await asyncio.to_thread(worker.wait)
+        await asyncio.sleep(DOWN_S)
+        worker.start()
+
+
+# ---- one run
+
+
+def noise() -> str:
+    samples = np.random.default_rng(3).standard_normal(RATE).astype(np.float32)
+    return chunk_of(np.clip(0.3 * samples, -0.9, 0.9))
+
+
+@contextlib.asynccontextmanager
+async def tasks(*coroutines: Any) -> AsyncIterator[None]:
+    """Run them beside the block, cancel them at its end; one that fails is not overheard."""
+    beside = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield
+        for task in beside:
+            if task.done():
+                task.result()
+    finally:
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+
+
+async def converse(
+    healthy: Sequence[Healthy], url: str, n_units: int, troubles: Sequence[Any]
+) -> LoopProbe:
+    """Run the healthy sessions to their end, the troubles beside them from when all are live."""
+    async with LoopProbe() as probe, asyncio.TaskGroup() as group:
+        runs = [group.create_task(one.run(url, n_units)) for one in healthy]
+        for one in healthy:
+            await one.is_live.wait()
+        async with tasks(*troubles):
+            await asyncio.gather(*runs)
+    return probe
+
+
+def soak(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
+    """Run against processes of our own."""
+    rng = random.Random(seed)
+    cascade = cascade_worker(folder, "cascade", sessions_per_worker=N_CASCADE_SLOTS)
+    options: dict[str, Any] = {"unit_ms": 20, "unit_samples": RATE, "speech_s": 10.0}
+    fake = fake_worker(folder, "fake", slots=N_FAKE_SLOTS, **options)
+    front = gateway(folder, [cascade.port, fake.port])
+    target = Target(
+        front.ws_url,
+        N_CASCADE_SLOTS + N_FAKE_SLOTS,
+        silence=chunk_of(np.zeros(RATE, np.float32)),
+        speech=(noise(),),
+        chunk_s=1.0,
+        rng=rng,
+    )
+    service = Service(front, [cascade, fake], target)
+    n_units = int(minutes * 60)
+    healthy = [Healthy("first", 2), Healthy("second", 2 + PERIOD_S // 2)]
+    troubles = [Trouble(target, random.Random(rng.random())) for _ in range(AT_A_TIME)]
+    done: Counter[str] = Counter()
+    usage: dict[str, dict[str, Usage]] = {"early": {}}
+
+    async def start_the_fake_worker() -> None:
+        fake.start()
+        await asyncio.to_thread(wait_ready, front, fake)
+
+    async def look_early() -> None:
+        """Once everything has been used."""
+        await asyncio.sleep(0.25 * n_units)
+        while not usage["early"]:
+            with contextlib.suppress(AssertionError, OSError):
+                usage["early"] = await asyncio.to_thread(service.usage)
+            # The second worker may be down or frozen just now.
+            await asyncio.sleep(1.0)
+
+    async def trouble() -> None:
+        # Only now, so that the healthy have found their places on the other worker.
+        await start_the_fake_worker()
+        async with asyncio.TaskGroup() as group:
+            for each in troubles:
+                group.create_task(each.run())
+            group.create_task(worker_faults(fake, random.Random(rng.random()), done))
+
+    with running(front, cascade, fake):
+        wait_ready(front, cascade, fake)
+        usage["start"] = service.settle()
+        fake.kill()
+        wait_until(lambda: (front.health() or {})["workers_ready"] == 1, "one worker", front)
+        probe = asyncio.run(converse(healthy, front.ws_url, n_units, [trouble(), look_early()]))
+        if not fake.is_alive():
+            fake.start()
+        fake.thaw()
+        usage["end"] = service.settle()
+        leaks = service.leaks(usage["start"], usage["early"])
+        status = front.get("/status") or {}
+        traces = {process.name: len(process.trace_lines()) for process in service.processes}
+    return {
+        **_figures(healthy, n_units, troubles, probe),
+        "worker_faults": dict(done),
+        "error_slugs": status.get("errors", {}),
+        "trace_lines": traces,
+        "usage": {
+            name: {moment: asdict(held[name]) for moment, held in usage.items() if held}
+            for name in usage["start"]
+        },
+        "leaks": leaks,
+    }
+
+
+def soak_at(url: str, minutes: float, seed: int) -> dict[str, Any]:
+    """Run against a service that somebody else has started."""
+    rng = random.Random(seed)
+    http_url = url.replace("ws", "http", 1)
+    before = json.loads(fetch(f"{http_url}/status", 5.0) or b"{}")
+    target = Target(
+        url,
+        before["slots_total"],
+        silence=chunk_of(np.zeros(RATE, np.float32)),
+        speech=(noise(),),
+        chunk_s=1.0,
+        rng=rng,
+    )
+    n_units = int(minutes * 60)
+    healthy = [Healthy("first", 2), Healthy("second", 2 + PERIOD_S // 2)]
+    troubles = [Trouble(target, random.Random(rng.random())) for _ in range(AT_A_TIME)]
+    runs = [each.run() for each in troubles]
+    probe = asyncio.run(converse(healthy, url, n_units, runs))
+
+    def free() -> int:
+        status = json.loads(fetch(f"{http_url}/status", 5.0) or b"{}")
+        return int(status.get("slots_free", -1))
+
+    leaks = []
+    try:
+        wait_until(lambda: free() == before["slots_free"], "slots are free", timeout_s=45.0)
+    except AssertionError:
+        leaks = [f"{free()} slots are free, {before['slots_free']} were at the start"]
+    after = json.loads(fetch(f"{http_url}/status", 5.0) or b"{}")
+    return {
+        **_figures(healthy, n_units, troubles, probe),
+        "error_slugs": after.get("errors", {}),
+        "usage": {},
+        "leaks": leaks,
+    }
+
+
+def _figures(
+    healthy: Sequence[Healthy], n_units: int, troubles: Sequence[Trouble], probe: LoopProbe
+) -> dict[str, Any]:
+    return {
+        "healthy": {one.name: one.report(n_units) for one in healthy},
+        "healthy_are_well": all(one.is_well(n_units) for one in healthy),
+        "faulty": dict(sum((trouble.ended for trouble in troubles), Counter())),
+        "cut_short": dict(sum((trouble.cut_short for trouble in troubles), Counter())),
+        "own_loop_late_ms": percentiles(probe.late_s, 1000),
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    for name, one in report["healthy"].items():
+        print(
+            f"{name:8} units {one['units']}/{one['expected']}  missed {one['missed']}  "
+            f"dropped {one['dropped']}  interruptions {one['interruptions']}  "
+            f"captions {one['questions'] - len(one['wrong_captions'])}/{one['questions']}"
+            f"{'  ' + one['problem'] if one['problem'] else ''}"
+        )
+        print(f"{'':8} latency ms {one['latency_ms']}  gaps ms {one['gaps_ms']}")
+    print(f"faulty sessions: {sum(report['faulty'].values())} {report['faulty']}")
+    print(f"cut short: {report['cut_short']}")
+    print(f"faults of the second worker: {report.get('worker_faults', {})}")
+    print(f"errors by slug: {report['error_slugs']}")
+    print(f"lines of tracebacks: {report.get('trace_lines', {})}")
+    print(f"own event loop late, ms: {report['own_loop_late_ms']}")
+    show_usage(report["usage"])
+    for leak in report["leaks"]:
+        print(f"leak: {leak}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--url", help="a service that runs already (ws://host:port)")
+    parser.add_argument("--logs", type=Path, help="an empty folder to keep the processes' logs in")
+    arguments = parser.parse_args()
+    if arguments.url:
+        report = soak_at(arguments.url, arguments.minutes, arguments.seed)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            logs = arguments.logs or Path(folder)
+            report = soak(logs, arguments.minutes, arguments.seed)
+    show(report)
+    print(json.dumps({"minutes": arguments.minutes, "seed": arguments.seed, **report}))
+    return 0 if report["healthy_are_well"] and not report["leaks"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

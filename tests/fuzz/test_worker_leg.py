@@ -1,0 +1,166 @@
+"""Generated frames on the worker's own socket: it trusts its gateway no more than anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from websockets.exceptions import ConnectionClosed
+
+from shared.protocol import (
+    Closed,
+    DuplexSettings,
+    Event,
+    Failure,
+    Input,
+    Interrupt,
+    Open,
+    Pause,
+    Prepare,
+    Result,
+    Resume,
+    Stop,
+    encode,
+)
+from tests.fakes.gateway import wait_until
+from tests.fakes.model import UNIT_SAMPLES
+from tests.fakes.worker import FakeWorker, Peer
+
+BOUND_S = 10.0
+OPENING = Open("fuzz", "duplex", "omni_duplex")
+
+NUMBERS = st.floats() | st.integers(-(2**63), 2**64 - 1)
+AUDIO = st.one_of(
+    st.sampled_from([b"", b"abc", b"\xff" * 8, bytes(4 * 16_000 * 31)]),
+    st.integers(1, 3 * UNIT_SAMPLES).map(lambda n: struct.pack("<f", 1.0) * n),
+)
+COMMANDS = st.one_of(
+    st.builds(Open, st.text(max_size=200), st.just("duplex"), st.just("audio_duplex")),
+    st.builds(
+        Prepare,
+        st.sampled_from(["x", "fail", "\0", "y" * 20_000]),
+        st.builds(DuplexSettings, temperature=st.none() | st.floats()),
+        AUDIO,
+    ),
+    st.builds(
+        Input,
+        st.integers(-1, 3),
+        AUDIO,
+        st.lists(st.binary(max_size=8), max_size=18),
+        st.booleans(),
+        st.none() | st.integers(-5, 5),
+    ),
+    st.builds(Pause, st.none() | st.floats()),
+    st.just(Resume()),
+    st.just(Interrupt()),
+).map(encode)
+PACKED = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.binary(max_size=9) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+).map(msgspec.msgpack.encode)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    frame = draw(COMMANDS)
+    at = draw(st.integers(0, min(len(frame), 60) - 1))
+    return frame[:at] + draw(st.binary(max_size=3)) + frame[at + 1 :]
+
+
+FRAMES = st.one_of(*[COMMANDS] * 3, damaged(), PACKED, st.binary(max_size=20), st.text(max_size=9))
+
+
+@dataclass
+class Stage:
+    worker: FakeWorker
+    neighbour: Peer
+    n_said: int = 0
+    n_tasks: int = 0
+
+    async def neighbour_is_well(self) -> None:
+        await self.neighbour.send(Input(self.n_said, bytes(4 * UNIT_SAMPLES)))
+        assert (await self.neighbour.until(Result)).seq == self.n_said
+        self.n_said += 1
+
+    async def is_clean(self) -> None:
+        host = self.worker.lifecycle.host
+        assert host is not None
+        await wait_until(lambda: host.slots.n_free == len(host.slots) - 1, BOUND_S)
+        await wait_until(lambda: host.media.budget.total == 0, BOUND_S)
+        self.n_tasks = self.n_tasks or len(asyncio.all_tasks())
+        await wait_until(lambda: len(asyncio.all_tasks()) <= self.n_tasks, BOUND_S)
+
+
+async def start() -> Stage:
+    worker = await FakeWorker(n_slots=2).start()
+    return Stage(worker, await worker.session("neighbour"))
+
+
+async def stop(stage: Stage) -> None:
+    await stage.neighbour.socket.close()
+    await stage.worker.close()
+
+
+@pytest.fixture(scope="module")
+def stage(runner) -> Iterator[Stage]:
+    stage = runner.run(start())
+    yield stage
+    runner.run(stop(stage))
+
+
+async def play(stage: Stage, frames: list[bytes | str], ending: str) -> None:
+    peer = await stage.worker.connect()
+    hearing = asyncio.create_task(peer.rest())
+    try:
+        for frame in frames:
+            await peer.socket.send(frame)
+        if ending == "stop":
+            await peer.send(Stop())
+            await asyncio.wait_for(hearing, BOUND_S)
+        elif ending == "reset":
+            peer.socket.transport.abort()
+        await peer.socket.close()
+    except ConnectionClosed:
+        pass
+    check(list(await asyncio.wait_for(hearing, BOUND_S)), ending)
+
+
+def check(heard: list[Event], ending: str) -> None:
+    slugs = [event.slug for event in heard if isinstance(event, Failure)]
+    assert not {"internal", "engine_fault"} & set(slugs), heard
+    closed = [event for event in heard if isinstance(event, Closed)]
+    assert closed == heard[len(heard) - len(closed) :]
+    if ending == "stop":
+        assert closed or slugs
+
+
+@settings(
+    max_examples=120,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    st.booleans(),
+    st.lists(FRAMES, max_size=10),
+    st.sampled_from(["stop", "close", "reset"]),
+)
+def test_no_frame_hurts_the_worker_or_a_neighbour(runner, stage, opens, frames, ending):
+    first = [encode(OPENING), encode(Prepare("x"))] if opens else []
+
+    async def example() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(play(stage, [*first, *frames], ending))
+            group.create_task(stage.neighbour_is_well())
+        await stage.is_clean()
+        assert (await stage.worker.health()).worker_status == "idle"
+
+    runner.run(asyncio.wait_for(example(), 3 * BOUND_S))
