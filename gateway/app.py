@@ -27,6 +27,9 @@ from gateway.tickets import TicketQueue
 from shared.config import Config, is_loopback
 from shared.errors import BadMessage, OmniError
 
+ROUTE_SLUGS = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
+"""Slugs of what the framework refuses before a route is asked."""
+
 STATIC_DIR = Path(__file__).parent / "static"
 
 
@@ -102,7 +105,7 @@ def _add_error_handlers(app: FastAPI, desk: FaultDesk) -> None:
 
     async def fail_route(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        slug = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+        slug = ROUTE_SLUGS.get(error.status_code, "http_error")
         return JSONResponse(
             {"detail": error.detail, "slug": slug}, error.status_code, dict(error.headers or {})
         )

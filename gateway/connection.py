@@ -96,6 +96,9 @@ class HttpConnection(HttpToolsProtocol):
     _part = Part.BETWEEN
     _wait = Wait.NOTHING
     _n_head_bytes = 0
+    """Of the request's head, and of what frames its body: chunk lengths, a trailer."""
+    _n_body_bytes = 0
+    """Of the newest read."""
     _is_upgraded = False
     _deadline: asyncio.TimerHandle | None = None
     _write_deadline: asyncio.TimerHandle | None = None
@@ -114,15 +117,20 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._part is Part.HEAD
+        part = self._part
+        self._n_body_bytes = 0
         super().data_received(data)
         if self._is_upgraded or self.transport.is_closing():
             return
         # The read that began the head may have brought the end of the request before it.
-        if was_in_head and self._part is Part.HEAD:
-            self._n_head_bytes += len(data)
+        if part is self._part and part is not Part.BETWEEN:
+            self._n_head_bytes += len(data) - self._n_body_bytes
             if self._n_head_bytes > MAX_REQUEST_HEAD_BYTES:
-                self._refuse(HeadTooLarge("The request's head is too long"))
+                if part is Part.HEAD:
+                    self._refuse(HeadTooLarge("The request's head is too long"))
+                else:
+                    # It may have its answer already. The parser would keep the whole trailer.
+                    self.cut("too long a trailer")
                 return
         self._settle()
 
@@ -164,6 +172,10 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._part = Part.BODY
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._n_body_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._part = Part.BETWEEN

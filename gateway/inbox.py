@@ -22,8 +22,13 @@ MAX_HELD_BYTES = 16 * MIB
 """Frames, voices and audio of one client; one single chunk may be larger."""
 
 MAX_HELD_COMMANDS = 256
-MAX_UNANSWERED = 2 * MAX_HELD_COMMANDS
+MAX_UNANSWERED = 4096
+"""Chunks of a few samples fit into any bound of bytes or seconds, here and in the worker."""
+
 MAX_HELD_BYTES_IN_ALL = 4 * MAX_FRAME_BYTES
+OWN_SHARE_BYTES = MIB
+"""A client that holds no more is served however much the others hold: a live session's chunks
+pass through here too, and must not be refused because hostile clients wait."""
 
 
 class HeldBytes:
@@ -73,8 +78,11 @@ class Inbox:
         """Add a command at the end.
 
         Raises:
-            BadMessage: too much is held already and nothing of it may be dropped.
+            BadMessage: too much is held already and nothing of it may be dropped, or too many
+                chunks wait for their answer.
         """
+        if isinstance(command, Input) and len(self._unanswered) >= MAX_UNANSWERED:
+            raise BadMessage("too many chunks wait for their answer")
         entry = _entry(command, arrived_at)
         self._make_room(entry)
         self._entries.append(entry)
@@ -136,10 +144,12 @@ class Inbox:
             oldest.chunk.is_dropped = True
             self._entries.remove(oldest)
             self._account(oldest, -1)
+        is_crowded = (
+            self._held.total + new.n_bytes > MAX_HELD_BYTES_IN_ALL
+            and self._n_bytes + new.n_bytes > OWN_SHARE_BYTES
+        )
         is_lone_chunk = new.chunk is not None and self._n_bytes + new.n_bytes <= MAX_FRAME_BYTES
-        if self._held.total + new.n_bytes > MAX_HELD_BYTES_IN_ALL or (
-            self._is_over(new) and not is_lone_chunk
-        ):
+        if is_crowded or (self._is_over(new) and not is_lone_chunk):
             raise BadMessage("too much input is waiting already; send it again after queue_done")
 
     def _is_over(self, new: Entry) -> bool:

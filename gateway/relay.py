@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from starlette.types import Message
@@ -55,6 +56,9 @@ FRAME_TOO_LARGE = "frame_too_large"
 """Key of a `websocket.receive` event that stands for a message above the frame limit."""
 
 QUEUE_UPDATE_S = 3.0
+QUEUE_QUIET_S = 0.5
+"""Between two updates of one client: each departure moves everybody who waits behind it."""
+
 OPEN_ATTEMPTS = 4
 """Workers that are tried before the session is given up; each failed one leaves the rotation."""
 
@@ -82,6 +86,10 @@ class Outbox:
         """Raises SlowReader when the client has left too much unread."""
         if self._n_bytes + len(frame) > MAX_OUTBOX_BYTES and self._frames:
             raise SlowReader("Output was not read in time")
+        self.put_last(frame)
+
+    def put_last(self, frame: str) -> None:
+        """Add the frame that ends the session, however much is unread."""
         self._frames.append(frame)
         self._n_bytes += len(frame)
         self._filled.set()
@@ -213,7 +221,7 @@ class Relay:
         if fault is not None:
             if fault.slug == SlowReader.slug:
                 self._outbox.clear()
-            self._outbox.put(self._dialect.failure(fault.slug, fault.message))
+            self._outbox.put_last(self._dialect.failure(fault.slug, fault.message))
         code = 1000 if fault is None or fault.ws_close is None else fault.ws_close
         try:
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
@@ -289,11 +297,13 @@ class Relay:
             else:
                 self._is_queue_shown = True
                 self._outbox.put(self._dialect.queued(ticket.ticket_id, place))
-            try:
-                async with asyncio.timeout(QUEUE_UPDATE_S):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(QUEUE_QUIET_S):
+                    await ticket.decided.wait()
+                    continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(QUEUE_UPDATE_S - QUEUE_QUIET_S):
                     await ticket.changed.wait()
-            except TimeoutError:
-                continue
         return lease
 
     async def _forward(self, link: WorkerLink) -> None:

@@ -48,6 +48,13 @@ QUIET_S = 0.5
 LARGE_FRAME_TIMEOUT_S = 60.0
 """From the first bytes beyond the size of ordinary frames to the whole frame being read."""
 
+MAX_FRAGMENTS = 16_384
+"""Frames of one message; 8 KiB each make the largest one. Empty ones would add up for ever."""
+
+MAX_FRAMES_PER_READ = 4096
+"""A read brings 256 KiB at most; thousands of tiny frames in it are no speech, and parsing them
+holds the event loop."""
+
 GRACEFUL_SHUTDOWN_S = 10
 STARTUP_FAILURE = 3
 """uvicorn's own exit code of a server that could not start."""
@@ -89,6 +96,9 @@ class ClientProtocol(WebSocketsSansIOProtocol):
     """One for the process: its memory is what is bounded."""
 
     _n_unheard_pings = 0
+    _n_frames = 0
+    """Of the newest read."""
+    _late_pongs = b""
     _has_permit = False
     _is_gated = False
     _is_over_long = False
@@ -96,8 +106,12 @@ class ClientProtocol(WebSocketsSansIOProtocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
-        self._n_unheard_pings = 0
+        self._n_unheard_pings = self._n_frames = 0
         super().data_received(data)
+        if len(self.frames) > MAX_FRAGMENTS or self._n_frames > MAX_FRAMES_PER_READ:
+            log.warning("flood of tiny frames fragments=%d", len(self.frames))
+            self.transport.abort()
+            return
         if self._is_over_long:
             if self.close_sent:
                 self._close_when_quiet()
@@ -142,16 +156,38 @@ class ClientProtocol(WebSocketsSansIOProtocol):
     # The parser keeps each frame until the next one has come, with its 128 MiB if need be.
 
     def handle_text(self, event: Frame) -> None:
+        self._n_frames += 1
         super().handle_text(event)
         event.data = b""
 
     def handle_bytes(self, event: Frame) -> None:
+        self._n_frames += 1
         super().handle_bytes(event)
         event.data = b""
 
     def handle_cont(self, event: Frame) -> None:
+        self._n_frames += 1
         super().handle_cont(event)
         event.data = b""
+
+    def handle_ping(self) -> None:
+        self._n_frames += 1
+        if self.writable.is_set():
+            super().handle_ping()
+        else:
+            # The client does not read, and answers to its pings would pile up. The newest read's
+            # are kept: a pong answers all pings before its own.
+            self._late_pongs = b"".join(self.conn.data_to_send()) or self._late_pongs
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        late, self._late_pongs = self._late_pongs, b""
+        if late and not self.close_sent:
+            self.transport.write(late)
+
+    def handle_pong(self, event: Frame) -> None:
+        self._n_frames += 1
+        super().handle_pong(event)
 
     def handle_parser_exception(self) -> None:
         error = self.conn.parser_exc

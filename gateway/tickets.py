@@ -45,8 +45,14 @@ class Ticket:
         self.enqueued_at = now
         self.changed = asyncio.Event()
         """Set when the place, the estimate or the outcome may be another one."""
+        self.decided = asyncio.Event()
+        """Set with the outcome: `claim` has something to say."""
         self.lease: Lease | None = None
         self.error: OmniError | None = None
+
+    def decide(self) -> None:
+        self.decided.set()
+        self.changed.set()
 
     def claim(self) -> Lease | None:
         """Return the lease, which is the caller's from now on; None while still waiting.
@@ -108,6 +114,7 @@ class TicketQueue:
 
     def rejoin(self, ticket: Ticket) -> None:
         """Put a ticket whose worker could not be reached back to the head of the line."""
+        ticket.decided.clear()
         self._waiting.appendleft(ticket)
         self.dispatch()
 
@@ -138,7 +145,7 @@ class TicketQueue:
                 break
             self._waiting.popleft()
             head.lease = lease
-            head.changed.set()
+            head.decide()
         if self._waiting and not self._pool.n_ready and not self._pool.is_starting:
             for ticket in list(self._waiting):
                 self._refuse(ticket, NoWorker("No worker available"))
@@ -157,7 +164,7 @@ class TicketQueue:
     def _refuse(self, ticket: Ticket, error: OmniError) -> None:
         self._waiting.remove(ticket)
         ticket.error = error
-        ticket.changed.set()
+        ticket.decide()
 
     def _tell(self) -> None:
         self._places_at = -ESTIMATES_VALID_S

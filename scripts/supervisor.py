@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,13 +64,17 @@ class Requests:
     """
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
+        # No event: to set one takes a lock, and the signal may have interrupted the very thread
+        # that holds it. The launcher would then hear no signal any more.
+        self._is_stopping = False
         self._n_stop_signals = 0
         self._wants_restart = False
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._note_stop)
+            # `nohup` has SIGHUP ignored, for whatever it starts.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note_stop)
         signal.signal(signal.SIGUSR1, self._note_restart)
 
     def _note_stop(self, number: int, frame: FrameType | None) -> None:
@@ -82,11 +85,13 @@ class Requests:
         self._wants_restart = True
 
     def stop(self) -> None:
-        self._stop.set()
+        self._is_stopping = True
 
     def wait(self, seconds: float) -> bool:
-        """Sleep; True as soon as the stop is asked for."""
-        return self._stop.wait(seconds)
+        """Sleep; True if the stop has been asked for."""
+        if not self._is_stopping:
+            time.sleep(seconds)
+        return self._is_stopping
 
     def is_urgent(self) -> bool:
         return self._n_stop_signals > 1

@@ -42,6 +42,10 @@ PENDING_KEYS: Mapping[str, str] = {
 brings one start-up notice."""
 
 
+ExpectedSeconds = Annotated[float, Field(gt=0, le=86_400)]
+"""How long a session of one kind is expected to last; a day at most."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -86,10 +90,10 @@ class ServiceConfig(Section):
     """A compute thread without progress for this long makes its worker unhealthy."""
     drain_timeout_s: float = Field(300.0, ge=0)
     """How long the sessions of a worker that retires may go on before they are told to end."""
-    eta_chat_s: float = Field(15.0, gt=0)
-    eta_half_duplex_s: float = Field(180.0, gt=0)
-    eta_audio_duplex_s: float = Field(120.0, gt=0)
-    eta_omni_duplex_s: float = Field(90.0, gt=0)
+    eta_chat_s: ExpectedSeconds = 15.0
+    eta_half_duplex_s: ExpectedSeconds = 180.0
+    eta_audio_duplex_s: ExpectedSeconds = 120.0
+    eta_omni_duplex_s: ExpectedSeconds = 90.0
     eta_ema_alpha: float = Field(0.3, gt=0, le=1)
     eta_ema_min_samples: int = Field(3, ge=1)
 

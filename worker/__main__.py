@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import gc
 import logging
 import os
 import signal
@@ -73,6 +74,10 @@ def builder_of(config: Config) -> Callable[[], DuplexModel]:
 
 async def _warm_up(host: SessionHost, progress: Progress) -> None:
     await rehearse(warm_up_chunks(WARM_UP_CLIP), host, progress)
+    # What the start has made stays until the end: a full collection in the middle of a unit would
+    # walk through all of it.
+    gc.collect()
+    gc.freeze()
 
 
 def _build_cascade(data_dir: Path, compile_regions: bool) -> DuplexModel:

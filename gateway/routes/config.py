@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.context import Gateway, gateway_of
+from shared.config import ExpectedSeconds
 from shared.protocol import RequestType
 
 router = APIRouter(prefix="/api/config")
@@ -19,8 +20,6 @@ WIRE_NAMES: dict[RequestType, str] = {
     "omni_duplex": "omni_duplex",
 }
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
 
 class EtaChange(BaseModel):
     """Expected lengths in seconds and the weight of the newest sample; what is missing or null
@@ -28,10 +27,10 @@ class EtaChange(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    eta_chat_s: Seconds | None = None
-    eta_half_duplex_s: Seconds | None = None
-    eta_audio_duplex_s: Seconds | None = None
-    eta_omni_duplex_s: Seconds | None = None
+    eta_chat_s: ExpectedSeconds | None = None
+    eta_half_duplex_s: ExpectedSeconds | None = None
+    eta_audio_duplex_s: ExpectedSeconds | None = None
+    eta_omni_duplex_s: ExpectedSeconds | None = None
     ema_alpha: Annotated[float, Field(gt=0, le=1)] | None = None
 
 

@@ -6,6 +6,7 @@ import logging
 import re
 
 from fastapi import APIRouter, WebSocket
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.websockets import WebSocketDisconnect
 
 from gateway.context import gateway_of
@@ -23,7 +24,22 @@ AUDIO_PREFIX = "adx_"
 VALID_ID = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_SESSION_ID_CHARS}}}")
 
 
-@router.websocket("/ws/duplex/{session_id:path}")
+class AnyText(Convertor[str]):
+    """The rest of a path as it is: `path` knows no line break, and would lose one at the end."""
+
+    regex = r"[\s\S]*"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("any_text", AnyText())
+
+
+@router.websocket("/ws/duplex/{session_id:any_text}")
 async def duplex(socket: WebSocket, session_id: str) -> None:
     gateway = gateway_of(socket)
     dialect = G0()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.fakes.fake_launch import WEIGHTS
+from tests.fakes.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0
+N_WORKERS = 2
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -33,12 +35,6 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
 @dataclass
 class Launch:
     """One folder with its configuration, in which the launcher is run."""
@@ -48,7 +44,12 @@ class Launch:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        service = {"gateway_port": self.port, "worker_base_port": free_port(), "cpu_workers": 2}
+        base_port = free_port(N_WORKERS)
+        service = {
+            "gateway_port": self.port,
+            "worker_base_port": base_port,
+            "cpu_workers": N_WORKERS,
+        }
         self.config.write_text(json.dumps({"service": service}))
         self.weights.touch()
 
@@ -104,6 +105,22 @@ class Launch:
                 if "tests.fakes.fake_process" in words and str(self.folder) in _environ(entry):
                     found[words[words.index("tests.fakes.fake_process") + 2]] = int(entry.name)
         return {port: pid for port, pid in found.items() if is_alive(pid)}
+
+
+@contextmanager
+def launching(folder: Path) -> Iterator[Launch]:
+    """A folder to launch in; what runs there at the end is ended."""
+    launch = Launch(folder)
+    try:
+        yield launch
+    finally:
+        try:
+            launch.run("stop")
+        finally:
+            for process in launch.processes:
+                # Its children die with it.
+                process.kill()
+                process.communicate()
 
 
 def _environ(entry: Path) -> str:

@@ -196,7 +196,11 @@ class Caller:
         """Send the first half of a chunk's frame and nothing of the rest."""
         text = json.dumps({"type": "audio_chunk", "audio_base64": self.target.silence})
         frame = Frame(Opcode.TEXT, text.encode()).serialize(mask=True, extensions=[])
-        self.socket.transport.write(frame[: len(frame) // 2])
+        try:
+            self.socket.transport.write(frame[: len(frame) // 2])
+        except RuntimeError as error:
+            # The server has ended the session, and this end has said goodbye already.
+            raise ConnectionResetError("the session was over") from error
 
 
 # ---- the endings; each takes at most one slot at a time unless it is in NEEDS_ALL_SLOTS

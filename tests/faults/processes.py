@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.machine import fetch, pick_free_port
+from scripts.machine import fetch
 from scripts.processes import Child, Command, stop_children
 from shared.logs import TRACE_PREFIX
+from tests.fakes.ports import free_port
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 60.0
@@ -119,11 +120,6 @@ class Process:
         assert self._child.process is not None
         return self._child.process.wait(timeout_s)
 
-    def end(self) -> None:
-        if self.is_alive():
-            self.thaw()
-        stop_children([self._child], END_GRACE_S)
-
     def health(self, timeout_s: float = 2.0) -> dict[str, Any] | None:
         """What `/health` says; None for no answer."""
         return self.get("/health", timeout_s)
@@ -175,30 +171,37 @@ def _figure(status: str, label: str) -> float:
     return float(line.split()[1])
 
 
+def end(*processes: Process) -> None:
+    """End processes, frozen ones too; nothing of them runs afterwards."""
+    for process in processes:
+        if process.is_alive():
+            process.thaw()
+    stop_children([process._child for process in processes], END_GRACE_S)
+
+
 @contextmanager
 def running(*processes: Process) -> Iterator[None]:
-    """Start processes and end them with the block, frozen ones too."""
+    """Start processes and end them with the block."""
     try:
         for process in processes:
             process.start()
         yield
     finally:
-        for process in processes:
-            process.end()
+        end(*processes)
 
 
 def fake_worker(
     folder: Path, name: str = "worker_0", log_path: Path | None = None, **options: Any
 ) -> Process:
     """A worker process around the fake model; options as `tests/fakes/worker_process.py` says."""
-    port = pick_free_port(LOOPBACK)
+    port = free_port()
     argv = ["-m", "tests.fakes.worker_process", "--port", str(port), *_options(options)]
     return Process(name, argv, port, folder, log_path)
 
 
 def cascade_worker(folder: Path, name: str = "worker_0", **service: Any) -> Process:
     """A real worker with the embedded back end; `service` is that section of its configuration."""
-    port = pick_free_port(LOOPBACK)
+    port = free_port()
     config = folder / f"{name}.json"
     config.write_text(json.dumps({"service": service}), encoding="utf-8")
     argv = ["-m", "worker", "--port", str(port), "--config", str(config)]
@@ -213,7 +216,7 @@ def gateway(
     **options: Any,
 ) -> Process:
     """The real gateway; options as `tests/fakes/gateway_process.py` says, none = as it is."""
-    port = pick_free_port(LOOPBACK)
+    port = free_port()
     module = "tests.fakes.gateway_process" if options else "gateway"
     argv = ["-m", module, *_options(options), "--port", str(port)]
     argv += ["--workers", ",".join(f"{LOOPBACK}:{port}" for port in worker_ports)]

@@ -126,16 +126,20 @@ class _Leg:
 
 
 class Proxy:
-    """Listens on `port` of 127.0.0.1 and carries each connection to `target_port`."""
+    """Listens on `port` of 127.0.0.1 and carries each connection to `target_port`.
 
-    def __init__(self, target_port: int, seed: int = 0) -> None:
+    Args:
+        port: 0 = any free one.
+    """
+
+    def __init__(self, target_port: int, seed: int = 0, port: int = 0) -> None:
         self.up = Faults()
         """Client to server."""
         self.down = Faults()
         """Server to client."""
         self.server_hung_up = asyncio.Event()
         """Set when a server has ended a connection, even if its client cannot learn of it."""
-        self.port = 0
+        self.port = port
         self._target_port = target_port
         self._rng = random.Random(seed)
         self._server: asyncio.Server | None = None
@@ -143,7 +147,7 @@ class Proxy:
         self._pairs: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from client.paced import LoopProbe
 from tests.faults.clients import NEEDS_ALL_SLOTS, Ending, Target
 from tests.faults.processes import Process, Usage, wait_until
 
@@ -16,6 +19,8 @@ SETTLE_TIMEOUT_S = 45.0
 MAX_GROWTH_MB = 20.0
 N_POOL_THREADS = 8
 """Threads that a process starts when it first needs them, and keeps."""
+
+ORDINARY_LATENESS_S = 0.02
 
 
 @dataclass
@@ -83,6 +88,21 @@ def _compare(name: str, before: Usage, early: Usage, now: Usage) -> list[str]:
     if now.rss_mb - early.rss_mb >= MAX_GROWTH_MB:
         found.append(f"{name}: {now.rss_mb:.0f} MB, {early.rss_mb:.0f} MB early on")
     return found
+
+
+@asynccontextmanager
+async def told_within(seconds: float) -> AsyncIterator[None]:
+    """The block has to end within so many seconds of a machine that runs what is due.
+
+    What a busy machine kept this process waiting, it kept the service waiting, too: that much is
+    allowed on top. Where nobody is kept waiting the bound is the one that is stated.
+    """
+    begun = time.monotonic()
+    async with LoopProbe() as probe:
+        yield
+    took_s = time.monotonic() - begun
+    held_up_s = sum(late_s for late_s in probe.late_s if late_s > ORDINARY_LATENESS_S)
+    assert took_s - held_up_s < seconds, f"{took_s:.2f} s, held up for {held_up_s:.2f} s of them"
 
 
 async def run_all(

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -263,31 +263,28 @@ def noise() -> str:
     return chunk_of(np.clip(0.3 * samples, -0.9, 0.9))
 
 
-@contextlib.asynccontextmanager
-async def tasks(*coroutines: Any) -> AsyncIterator[None]:
-    """Run them beside the block, cancel them at its end; one that fails is not overheard."""
-    beside = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        yield
-        for task in beside:
-            if task.done():
-                task.result()
-    finally:
-        for task in beside:
-            task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
-
-
 async def converse(
     healthy: Sequence[Healthy], url: str, n_units: int, troubles: Sequence[Any]
 ) -> LoopProbe:
-    """Run the healthy sessions to their end, the troubles beside them from when all are live."""
-    async with LoopProbe() as probe, asyncio.TaskGroup() as group:
-        runs = [group.create_task(one.run(url, n_units)) for one in healthy]
+    """Run the healthy sessions to their end, the troubles beside them from when all are live.
+
+    Raises what a trouble raises, at once: without it the rest of the time would prove nothing.
+    """
+    async with LoopProbe() as probe:
+        running = asyncio.gather(*(one.run(url, n_units) for one in healthy))
         for one in healthy:
             await one.is_live.wait()
-        async with tasks(*troubles):
-            await asyncio.gather(*runs)
+        beside = [asyncio.create_task(trouble) for trouble in troubles]
+        try:
+            waiting: set[asyncio.Future[Any]] = {running, *beside}
+            while not running.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in (running, *beside):
+                task.cancel()
+            await asyncio.gather(running, *beside, return_exceptions=True)
     return probe
 
 

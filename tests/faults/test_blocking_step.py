@@ -6,7 +6,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,27 +14,33 @@ import pytest
 from tests.faults.clients import Caller, Target
 from tests.faults.processes import Process, fake_worker, gateway, running, wait_ready
 
-PING_INTERVAL_S = 0.25
-PING_TIMEOUT_S = 0.75
+PING_INTERVAL_S = 0.4
+PING_TIMEOUT_S = 1.2
+"""Three intervals, as in the real ones."""
+
 BLOCK_S = 3.0
-"""Twelve pings, and four of their timeouts."""
+"""Seven pings, and more than twice their timeout."""
+
+HOLD_S = 0.6
+"""More than a ping, and as far from its timeout as a busy machine may be late."""
 
 PROBE_INTERVAL_S = 0.05
 UNIT_BOUND_S = 0.3
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[tuple[Process, Process]]:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Process]]:
     """Every leg pings as fast, so a blocked event loop would cut all of them."""
+    folder = tmp_path_factory.mktemp("service")
     worker = fake_worker(
-        tmp_path,
+        folder,
         slots=2,
         unit_ms=5,
         ping_interval_s=PING_INTERVAL_S,
         ping_timeout_s=PING_TIMEOUT_S,
     )
     front = gateway(
-        tmp_path, [worker.port], client_ping_s=PING_INTERVAL_S, worker_ping_s=PING_INTERVAL_S
+        folder, [worker.port], client_ping_s=PING_INTERVAL_S, worker_ping_s=PING_INTERVAL_S
     )
     with running(front, worker):
         wait_ready(front, worker)
@@ -71,7 +76,7 @@ async def test_a_step_that_holds_the_interpreter_ends_no_session(
     front, _ = service
     target = Target(front.ws_url, 2)
     async with Caller.live(target, **PINGS) as first, Caller.open(target, **PINGS) as second:
-        await asyncio.gather(first.exchange(2), second.prepare("hold 0.6"))
+        await asyncio.gather(first.exchange(2), second.prepare(f"hold {HOLD_S}"))
 
         await asyncio.gather(first.exchange(2), second.exchange(2))
         assert [await caller.stop() for caller in (first, second)] == [1000, 1000]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scripts.processes import bound_log
-from tests.fakes.launch import ROOT, Launch
+from tests.fakes.launch import ROOT, Launch, launching
 from tests.fakes.launch import wait_until as launch_wait_until
 from tests.faults.clients import (
     Caller,
@@ -86,13 +86,8 @@ def test_a_service_starts_and_ends_where_nothing_can_be_logged(tmp_path: Path) -
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    launch = Launch(tmp_path)
-    yield launch
-    launch.run("stop")
-    for process in launch.processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    with launching(tmp_path) as launch:
+        yield launch
 
 
 def test_a_launcher_on_a_full_disk_still_restarts_and_ends_its_processes(launch: Launch) -> None:

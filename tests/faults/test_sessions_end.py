@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -22,7 +23,7 @@ from tests.faults.clients import (
     stopped_reading,
 )
 from tests.faults.processes import fake_worker, gateway, running, wait_ready
-from tests.faults.service import Service, mixed, run_all
+from tests.faults.service import Service, mixed, run_all, told_within
 
 CLIENT_PING_S = 0.5
 """A silent client is given up after four of these."""
@@ -112,14 +113,14 @@ def test_nothing_is_computed_for_a_session_whose_client_left_in_mid_answer(
 def test_a_session_can_be_opened_at_once_after_each_of_fifty_stops(service: Service) -> None:
     async def scenario() -> None:
         # One slot is left, and each session needs the one that the last has just given back.
-        async with holding_slots(service.target, service.target.n_slots - 1):
+        async with (
+            holding_slots(service.target, service.target.n_slots - 1),
+            told_within(15.0),
+        ):
             for _ in range(50):
                 await stopped(service.target)
 
-    begun = time.monotonic()
     asyncio.run(scenario())
-
-    assert time.monotonic() - begun < 15.0
 
 
 def test_clients_that_do_not_read_cost_bounded_memory_and_no_neighbour(service: Service) -> None:
@@ -142,6 +143,7 @@ def test_clients_that_do_not_read_cost_bounded_memory_and_no_neighbour(service: 
     times = asyncio.run(scenario())
 
     service.settle()
-    assert max(times) < 1.0
+    assert statistics.median(times) < 0.3
+    assert max(times) < 3.0
     assert max(peaks) - before["gateway"].rss_mb < 3 * MAX_UNREAD_MB
     assert (service.front.get("/status") or {})["errors"]["slow_reader"] >= 3

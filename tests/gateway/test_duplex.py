@@ -7,12 +7,13 @@ import base64
 import json
 import socket
 import struct
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from gateway import link, pool
+from gateway import link, pool, relay
 from gateway.pool import Lease
 from gateway.server import ClientProtocol
 from shared.config import Config
@@ -490,7 +491,8 @@ async def test_diagnostics_are_swallowed(serve, talker):
 
 
 @pytest.mark.parametrize(
-    "session_id", ["..%2f..%2fetc", "a%00b", "a%20b", "x" * 200, "%E4%BD%A0", "a/b"]
+    "session_id",
+    ["..%2f..%2fetc", "a%00b", "a%20b", "a%0Ab", "a%0A", "x" * 200, "%E4%BD%A0", "a/b"],
 )
 async def test_an_unsafe_session_id_gets_a_typed_error(serve, talker, session_id):
     async with (
@@ -579,6 +581,33 @@ async def test_a_client_that_does_not_read_is_closed_and_others_go_on(serve, tal
         deaf.transport.abort()
 
 
+async def test_the_last_words_to_a_client_that_does_not_read_are_not_waited_for(
+    serve, talker, until, monkeypatch
+):
+    """With its output almost at the bound, the error itself was one frame too many."""
+    monkeypatch.setattr(relay, "MAX_OUTBOX_BYTES", 400)
+    monkeypatch.setattr(relay, "FLUSH_TIMEOUT_S", 0.1)
+    worker = ScriptedWorker(script=Script(answer=speak))
+    async with worker, serve([worker]) as running, running.dial() as socket:
+        client = talker(socket)
+        await client.prepare()
+        # The socket is full from now on.
+        (protocol,) = (
+            each
+            for each in running.server.server_state.connections
+            if isinstance(each, ClientProtocol)
+        )
+        protocol.writable.clear()
+        await client.chunk(audio_base64=base64.b64encode(bytes(8)).decode())
+        await until(lambda: worker.sessions[-1].chunks)
+
+        await worker.sessions[-1].connection.close()
+
+        await until(lambda: not running.server.server_state.tasks)
+        assert running.gateway.desk.counts == {"worker_lost": 1}
+        protocol.writable.set()
+
+
 async def test_no_session_task_is_left_after_sessions_ended(serve, talker, until):
     async with ScriptedWorker(slots=3) as worker, serve([worker]) as running:
         before = len(asyncio.all_tasks())
@@ -636,6 +665,27 @@ async def test_waiters_hear_of_their_place_when_it_changes(serve, talker):
 
         assert update["position"] == 1
         assert update["queue_length"] == 1
+
+
+async def test_many_departures_at_once_are_told_to_a_waiter_in_few_updates(serve, talker, until):
+    async with ScriptedWorker() as worker, serve([worker]) as running, AsyncExitStack() as stack:
+
+        async def enter(name):
+            return talker(await stack.enter_async_context(running.dial(f"omni_{name}")))
+
+        await (await enter("holder")).prepare()
+        leavers = [await enter(f"leaver{i}") for i in range(20)]
+        await until(lambda: len(running.gateway.queue) == 20)
+        last = await enter("last")
+        assert (await last.hear_kind("queued"))["position"] == 21
+        for leaver in leavers:
+            await leaver.socket.close()
+
+        positions = [21]
+        while positions[-1] != 1:
+            positions.append((await last.hear_kind("queue_update"))["position"])
+
+        assert len(positions) <= 5
 
 
 class TestRefusals:

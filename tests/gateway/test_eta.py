@@ -238,6 +238,7 @@ class TestRoute:
             ("eta_chat_s", True),
             ("eta_chat_s", math.nan),
             ("eta_omni_duplex_s", math.inf),
+            ("eta_half_duplex_s", 86_401),
             ("ema_alpha", 0),
             ("ema_alpha", 1.01),
             ("eta_chat", 15),
@@ -255,6 +256,14 @@ class TestRoute:
         assert answer.json()["slug"] == "bad_message"
         assert key in answer.json()["detail"]
         assert after == DEFAULTS
+
+    async def test_a_number_that_no_parser_takes_is_a_bad_request(self, serve):
+        content = '{"eta_chat_s": ' + 5001 * "9" + "}"
+        headers = {"Content-Type": "application/json"}
+        async with serve([], ready=False) as running, http_of(running) as http:
+            answer = await http.put("/api/config/eta", content=content, headers=headers)
+
+        assert (answer.status_code, answer.json()["slug"]) == (400, "bad_request")
 
     async def test_changing_asks_for_an_admin_key_where_there_are_any(self, serve):
         user = {"Authorization": "Bearer k"}

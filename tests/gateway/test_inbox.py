@@ -82,6 +82,7 @@ def test_voices_beyond_the_bound_are_refused(monkeypatch):
 def test_all_inboxes_share_one_bound_and_give_back_what_they_held(monkeypatch):
     """A full queue of clients with long voices must not fill the memory."""
     monkeypatch.setattr(inbox, "MAX_HELD_BYTES_IN_ALL", 1000)
+    monkeypatch.setattr(inbox, "OWN_SHARE_BYTES", 100)
     held = HeldBytes()
     first, second = Inbox(held), Inbox(held)
     first.put(Prepare("p", reference_voice=bytes(800)), 0.0)
@@ -92,6 +93,35 @@ def test_all_inboxes_share_one_bound_and_give_back_what_they_held(monkeypatch):
     second.put(Prepare("p", reference_voice=bytes(800)), 0.0)
 
     assert held.total == 800
+
+
+def test_a_client_with_little_is_served_while_others_hold_all_there_is(monkeypatch):
+    """Some waiting clients with much input had the chunks of every live session refused."""
+    monkeypatch.setattr(inbox, "MAX_HELD_BYTES_IN_ALL", 2_000_000)
+    held = HeldBytes()
+    Inbox(held).put(chunk(SECOND, bytes(1_930_000)), 0.0)
+    live = Inbox(held)
+
+    live.put(chunk(SECOND, bytes(200_000)), 0.0)
+
+    assert live.n_unanswered == 1
+    with pytest.raises(BadMessage):
+        live.put(chunk(SECOND, bytes(1_000_000)), 0.0)
+
+
+async def test_chunks_beyond_those_that_may_wait_for_an_answer_are_refused(monkeypatch):
+    """A worker that answers nothing left one small object per chunk here, without a bound."""
+    monkeypatch.setattr(inbox, "MAX_UNANSWERED", 2)
+    box = Inbox(HeldBytes())
+    for _ in range(2):
+        box.put(chunk(bytes(4)), 0.0)
+        await box.get()
+
+    with pytest.raises(BadMessage):
+        box.put(chunk(bytes(4)), 0.0)
+    box.put(Resume(), 0.0)
+    box.answered(0)
+    box.put(chunk(bytes(4)), 0.0)
 
 
 async def test_getting_waits_for_the_next_command():

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway import connection, context, requests, server
+from gateway import connection, context, inbox, requests, server
 from gateway.app import create_app
 from gateway.connection import HttpConnection, IdleConnections
 from gateway.security import network_of, warnings_of
@@ -131,6 +131,34 @@ class TestSlowRequests:
             await until_closed(reader, 2)
             writer.close()
 
+    async def test_a_trailer_that_never_ends_is_cut(self, serve):
+        """The parser kept all of it, for as long as a body may take."""
+        head = b"PUT /api/config/eta HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        async with serve([]) as running:
+            reader, writer = await dial(running, head + b"Transfer-Encoding: chunked\r\n\r\n")
+            writer.write(b"2\r\n{}\r\n0\r\nX: ")
+
+            writer.write(b"x" * 6_000_000)
+
+            # What it sends on is not read, so the end is a reset.
+            assert await until_closed(reader, 2) == b""
+            assert await is_healthy(running)
+            writer.close()
+
+    async def test_a_body_in_pieces_is_taken_whole(self, serve):
+        head = b"PUT /api/config/eta HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        async with serve([]) as running:
+            reader, writer = await dial(running, head + b"Connection: close\r\n")
+            writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
+            for _ in range(20):
+                writer.write(b"2710\r\n" + b" " * 10_000 + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(0)
+            writer.write(b"2\r\n{}\r\n0\r\n\r\n")
+
+            assert b"200 OK" in await until_closed(reader)
+            writer.close()
+
     async def test_a_client_that_does_not_read_its_answer_is_cut(
         self, serve, monkeypatch, tmp_path, until
     ):
@@ -147,6 +175,21 @@ class TestSlowRequests:
             await until(lambda: not connections)
             writer.transport.abort()
             del reader
+
+    async def test_a_client_that_reads_its_answer_slowly_gets_all_of_it(
+        self, serve, monkeypatch, tmp_path
+    ):
+        monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 0.3)
+        (tmp_path / "index.html").write_text("x")
+        (tmp_path / "big.bin").write_bytes(bytes(20_000_000))
+        async with serve([], static_dir=tmp_path) as running:
+            reader, writer = await dial(running, b"GET /static/big.bin HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+
+            for _ in range(20):
+                await reader.readexactly(1_000_000)
+                await asyncio.sleep(0.04)
+            writer.close()
 
     async def test_a_handshake_of_tls_that_does_not_come_is_not_waited_for(
         self, certificate, monkeypatch, until
@@ -184,6 +227,14 @@ class TestFloods:
             assert await is_healthy(running)
             for _, writer in dialled:
                 writer.close()
+
+    async def test_a_connection_is_idle_again_after_its_answer(self, serve, idle):
+        async with serve([]) as running:
+            reader, writer = await dial(running, HEALTH)
+            await reader.readuntil(b"}")
+
+            assert len(idle) == 1
+            writer.close()
 
     async def test_a_flood_costs_its_sender_and_nobody_else(self, serve, monkeypatch, idle):
         monkeypatch.setattr(connection, "MAX_IDLE_CONNECTIONS", 5)
@@ -426,7 +477,8 @@ class TestOneAnswerEach:
 
         assert said == ["result", "error", "result", "error", "error", "result"]
 
-    async def test_refused_chunks_of_a_waiting_client_are_bounded(self, serve, talker):
+    async def test_refused_chunks_of_a_waiting_client_are_bounded(self, serve, talker, monkeypatch):
+        monkeypatch.setattr(inbox, "MAX_UNANSWERED", 512)
         async with (
             ScriptedWorker(slots=1) as worker,
             serve([worker]) as running,

@@ -12,6 +12,7 @@ import time
 
 import httpx
 import pytest
+from websockets.frames import Frame, Opcode
 
 from gateway import server
 from gateway.__main__ import main, worker_addresses
@@ -19,6 +20,12 @@ from gateway.pool import Address
 from shared.config import Config
 from shared.errors import ConfigError
 from tests.fakes.scripted_worker import ScriptedWorker
+
+
+def clients(running) -> list[server.ClientProtocol]:
+    """The WebSockets of a gateway."""
+    connections = running.server.server_state.connections
+    return [each for each in connections if isinstance(each, server.ClientProtocol)]
 
 
 async def test_a_client_that_went_silent_is_cut_and_its_slot_freed(
@@ -76,6 +83,24 @@ async def test_few_large_frames_are_held_at_a_time_and_all_are_served(serve, tal
     assert sum(len(session.chunks) for session in worker.sessions) == 12
 
 
+async def test_a_session_that_has_sent_a_large_frame_does_not_block_the_others(
+    serve, talker, monkeypatch
+):
+    monkeypatch.setattr(server, "LARGE_FRAME_BYTES", 200_000)
+    monkeypatch.setattr(server.ClientProtocol, "gate", server.LargeFrameGate(1))
+    frame = base64.b64encode(bytes(2_000_000)).decode()
+    async with (
+        ScriptedWorker(slots=2) as worker,
+        serve([worker]) as running,
+        running.dial("omni_a") as first,
+        running.dial("omni_b") as second,
+    ):
+        for client in (talker(first), talker(second)):
+            await client.prepare()
+            await client.chunk(frame_base64_list=[frame])
+            await client.hear_kind("result")
+
+
 async def test_a_client_that_trickles_a_large_frame_does_not_block_the_others(
     serve, talker, monkeypatch
 ):
@@ -93,6 +118,63 @@ async def test_a_client_that_trickles_a_large_frame_does_not_block_the_others(
             await client.chunk(frame_base64_list=[base64.b64encode(bytes(2_000_000)).decode()])
             await client.hear_kind("result")
         await slow.wait_closed()
+
+
+async def test_pings_of_a_client_that_does_not_read_are_not_answered(serve, talker, until):
+    """Their answers piled up, as many bytes as the client cared to send."""
+    ping = Frame(Opcode.PING, b"x" * 125).serialize(mask=True)
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.dial() as socket:
+        await talker(socket).prepare()
+        (protocol,) = clients(running)
+        socket.transport.pause_reading()
+
+        for _ in range(20):
+            socket.transport.write(ping * 8000)
+            await until(lambda: not socket.transport.get_write_buffer_size())
+
+        assert protocol.transport.get_write_buffer_size() < 1_000_000
+        socket.transport.abort()
+
+
+async def test_a_ping_of_a_client_that_reads_on_later_is_answered_then(serve, talker):
+    """A slow network would otherwise look like a dead service to the client."""
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.dial() as socket:
+        await talker(socket).prepare()
+        (protocol,) = clients(running)
+
+        protocol.pause_writing()
+        pong = await socket.ping()
+        await asyncio.sleep(0.05)
+        assert not pong.done()
+        protocol.resume_writing()
+
+        await asyncio.wait_for(pong, 5)
+
+
+async def test_a_message_of_endless_empty_frames_is_cut(serve, talker, monkeypatch):
+    """They count for nothing in the length of the message, and added up for ever."""
+    monkeypatch.setattr(server, "MAX_FRAGMENTS", 100)
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.dial() as socket:
+        await talker(socket).prepare()
+
+        socket.transport.write(Frame(Opcode.TEXT, b"", fin=False).serialize(mask=True))
+        socket.transport.write(Frame(Opcode.CONT, b"", fin=False).serialize(mask=True) * 100)
+
+        async with asyncio.timeout(5):
+            await socket.wait_closed()
+
+
+@pytest.mark.parametrize("opcode", [Opcode.PING, Opcode.PONG, Opcode.TEXT])
+async def test_a_flood_of_tiny_frames_is_cut(serve, talker, opcode):
+    """Parsing a read of them takes 0.1 s, in which nobody else is served."""
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.dial() as socket:
+        await talker(socket).prepare()
+
+        socket.transport.write(Frame(opcode, b"{}").serialize(mask=True) * 100_000)
+
+        async with asyncio.timeout(5):
+            await socket.wait_closed()
+        assert socket.close_code == 1006
 
 
 async def test_text_that_is_no_utf8_is_refused_with_a_reason(serve, talker, caplog):

@@ -5,15 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.launch import Launch
+from tests.fakes.launch import Launch, launching
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    launch = Launch(tmp_path)
-    yield launch
-    launch.run("stop")
-    for process in launch.processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    with launching(tmp_path) as launch:
+        yield launch

@@ -19,7 +19,8 @@ from scripts import supervisor
 from scripts.machine import fetch
 from scripts.processes import Command
 from scripts.supervisor import Requests, Supervisor
-from tests.fakes.launch import PATIENCE_S, Launch, free_port, is_alive, wait_until
+from tests.fakes.launch import PATIENCE_S, Launch, is_alive, wait_until
+from tests.fakes.ports import free_port
 
 
 def test_stages_are_shown_and_the_url_is_printed_when_all_are_ready(launch: Launch) -> None:

@@ -3,62 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Self
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from websockets.asyncio.client import ClientConnection, connect
 
 from scripts.machine import fetch
-from shared.audio import encode_base64, samples_to_f32
 from shared.protocol import WorkerHealth
 from tests.fakes.launch import PATIENCE_S, Launch
+from tests.faults.clients import Caller, Target
+from tests.faults.service import told_within
 
-UNIT = encode_base64(samples_to_f32(np.ones(160, np.float32)))
+NEWCOMER_WAITS_S = 2.0
 
 
-class Caller:
-    """A client of the real gateway in the words of the protocol."""
-
-    def __init__(self, socket: ClientConnection) -> None:
-        self.socket = socket
-
-    @classmethod
-    @asynccontextmanager
-    async def dial(cls, launch: Launch, session_id: str) -> AsyncIterator[Self]:
-        url = f"ws://127.0.0.1:{launch.port}/ws/duplex/{session_id}"
-        async with connect(url, proxy=None) as socket:
-            yield cls(socket)
-
-    async def say(self, kind: str, **fields: Any) -> None:
-        await self.socket.send(json.dumps({"type": kind, **fields}))
-
-    async def hear(self, kind: str) -> dict[str, Any]:
-        """The next message of this kind."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                message: dict[str, Any] = json.loads(await self.socket.recv())
-                if message["type"] == kind:
-                    return message
-
-    async def begin(self) -> None:
-        await self.say("prepare")
-        await self.hear("prepared")
-
-    async def unit(self) -> None:
-        await self.say("audio_chunk", audio_base64=UNIT)
-        await self.hear("result")
-
-    async def stop(self) -> None:
-        await self.say("stop")
-        await self.hear("stopped")
+def dial(launch: Launch, session_id: str) -> AbstractAsyncContextManager[Caller]:
+    return Caller.open(Target(f"ws://127.0.0.1:{launch.port}", 2), session_id)
 
 
 def workers(launch: Launch) -> list[dict[str, Any]]:
@@ -81,15 +46,13 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.1)
 
 
-async def visit(launch: Launch, number: int) -> float:
-    """A newcomer's whole session; returns the seconds until it was prepared."""
-    began_at = time.monotonic()
-    async with Caller.dial(launch, f"omni_new{number}") as caller:
-        await caller.begin()
-        waited_s = time.monotonic() - began_at
-        await caller.unit()
+async def visit(launch: Launch, number: int) -> None:
+    """A newcomer's whole session, which begins without delay."""
+    async with dial(launch, f"omni_new{number}") as caller:
+        async with told_within(NEWCOMER_WAITS_S):
+            await caller.prepare()
+        await caller.exchange(1)
         await caller.stop()
-    return waited_s
 
 
 async def test_a_rolling_restart_drops_nobody_and_newcomers_are_served_all_the_time(
@@ -97,23 +60,24 @@ async def test_a_rolling_restart_drops_nobody_and_newcomers_are_served_all_the_t
 ) -> None:
     launch.start_and_wait(behaviour="serves 2")
     before = pids(launch)
-    waits_s: list[float] = []
     restarted = asyncio.Event()
 
     async def visit_again_and_again() -> None:
-        while not restarted.is_set():
-            waits_s.append(await visit(launch, len(waits_s)))
+        for number in itertools.count():
+            if restarted.is_set():
+                return
+            await visit(launch, number)
             await asyncio.sleep(0.05)
 
     async def talk_until(caller: Caller, enough: asyncio.Event) -> None:
         while not enough.is_set():
-            await caller.unit()
+            await caller.exchange(1)
             await asyncio.sleep(0.05)
         await caller.stop()
 
-    async with Caller.dial(launch, "omni_a") as a, Caller.dial(launch, "omni_b") as b:
-        await a.begin()
-        await b.begin()
+    async with dial(launch, "omni_a") as a, dial(launch, "omni_b") as b:
+        await a.prepare()
+        await b.prepare()
         on_first = next(row for row in workers(launch) if row["worker_id"] == "worker_0")
         first, second = (a, b) if on_first["current_session_id"] == "omni_a" else (b, a)
         enough_of_first, enough_of_second = asyncio.Event(), asyncio.Event()
@@ -142,13 +106,12 @@ async def test_a_rolling_restart_drops_nobody_and_newcomers_are_served_all_the_t
     assert between[0] != before[0]
     assert between[1] == before[1]
     assert set(after).isdisjoint({*before, 0})
-    assert max(waits_s) < 2.0
 
 
 async def test_stop_wins_over_a_rolling_restart_that_waits_for_a_session(launch: Launch) -> None:
     process = launch.start_and_wait(behaviour="serves 2")
-    async with Caller.dial(launch, "omni_a") as caller:
-        await caller.begin()
+    async with dial(launch, "omni_a") as caller:
+        await caller.prepare()
         await asyncio.to_thread(launch.run, "restart")
         await until(lambda: workers(launch)[0]["status"] == "draining")
 
@@ -165,12 +128,12 @@ async def test_waiting_sessions_keep_their_place_while_all_workers_are_restarted
 ) -> None:
     launch.start_and_wait(behaviour="serves 1")
     async with (
-        Caller.dial(launch, "omni_a") as a,
-        Caller.dial(launch, "omni_b") as b,
-        Caller.dial(launch, "omni_c") as waiting,
+        dial(launch, "omni_a") as a,
+        dial(launch, "omni_b") as b,
+        dial(launch, "omni_c") as waiting,
     ):
-        await a.begin()
-        await b.begin()
+        await a.prepare()
+        await b.prepare()
         await waiting.say("prepare")
         assert (await waiting.hear("queued"))["position"] == 1
 
@@ -178,10 +141,10 @@ async def test_waiting_sessions_keep_their_place_while_all_workers_are_restarted
             os.kill(pid, signal.SIGKILL)
         told = [await caller.hear("error") for caller in (a, b)]
         update = await waiting.hear("queue_update")
-        async with Caller.dial(launch, "omni_d") as newcomer:
+        async with dial(launch, "omni_d") as newcomer:
             queued = await newcomer.hear("queued")
             await waiting.hear("prepared")
-            await newcomer.begin()
+            await newcomer.prepare()
 
     assert [error["slug"] for error in told] == ["worker_lost"] * 2
     assert (update["position"], update["state"]) == (1, "starting")
@@ -201,9 +164,10 @@ async def test_a_worker_that_cannot_come_back_leaves_the_others_alone(launch: La
     assert status == 1
     assert "worker_0: no answer; ended by itself" in text
     assert "last rolling restart: given up: worker_0 died in its start; 1 of 2 workers" in text
-    assert pids(launch) == [0, before[1]]
-    assert [row["status"] for row in workers(launch)] == ["offline", "idle"]
-    assert await visit(launch, 0) < 2.0
+    # A busy machine may answer one look late, which says nothing about the next one.
+    await until(lambda: pids(launch) == [0, before[1]])
+    await until(lambda: [row["status"] for row in workers(launch)] == ["offline", "idle"])
+    await visit(launch, 0)
 
 
 def test_nothing_is_restarted_where_nothing_runs(launch: Launch) -> None:

@@ -202,6 +202,8 @@ class DuplexSession:
             await coroutine
         except SessionTimeout as timeout:
             self._end("timeout", timeout)
+        except SlowReader as error:
+            self._end("slow reader", error)
         except Exception as error:  # noqa: BLE001 - told to the client by `_close`
             self._end("fault", error)
 

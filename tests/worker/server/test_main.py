@@ -11,6 +11,7 @@ import sys
 import httpx
 import pytest
 
+import worker.__main__ as command_line
 from shared.config import Config
 from shared.errors import ModelLoadError
 from worker.__main__ import WARM_UP_CLIP, builder_of, main, settings_of
@@ -127,6 +128,19 @@ def test_a_worker_process_answers_at_once_and_ends_with_zero_when_asked_to(numbe
 
     assert health["status"] in ("initializing", "healthy")
     assert process.returncode == 0
+
+
+async def test_what_the_start_has_made_is_out_of_the_collectors_way_after_the_warm_up(monkeypatch):
+    done = []
+
+    async def rehearse(*_):
+        done.append("rehearse")
+
+    monkeypatch.setattr(command_line, "rehearse", rehearse)
+    monkeypatch.setattr(command_line.gc, "collect", lambda: done.append("collect"))
+    monkeypatch.setattr(command_line.gc, "freeze", lambda: done.append("freeze"))
+    await command_line._warm_up(host=None, progress=None)
+    assert done == ["rehearse", "collect", "freeze"]
 
 
 def test_the_shipped_warm_up_clip_can_be_played():

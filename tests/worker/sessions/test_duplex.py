@@ -653,6 +653,21 @@ async def test_a_slow_reader_is_let_go(stage):
     assert stage.host.slots.n_free == 2
 
 
+async def test_a_reader_too_slow_for_the_refusals_of_its_frames_is_counted_as_one(stage):
+    """The connection answers what is no command before the session sees it."""
+
+    async def commands():
+        yield Prepare("x")
+        raise SlowReader("full")
+
+    session = DuplexSession(stage.host, "slow", "omni_duplex", lambda event: None)
+    code = await asyncio.wait_for(session.run(commands()), 5)
+
+    ended = stage.host.metrics.registry.get_sample_value
+    assert code == 1008
+    assert ended("omni_worker_sessions_ended_total", {"reason": "slow_reader"}) == 1
+
+
 async def test_a_session_ended_from_outside_tells_its_client_why(stage):
     client = stage.client()
     await client.prepared()
