@@ -13,7 +13,6 @@ from gateway.server import PINGS_BEFORE_DEAD
 from tests.fakes.ports import free_port
 from tests.faults.clients import Caller, Target, stopped
 from tests.faults.processes import (
-    START_TIMEOUT_S,
     Process,
     fake_worker,
     gateway,
@@ -85,7 +84,7 @@ async def net(legs: Legs) -> AsyncIterator[Network]:
         target = Target(f"ws://127.0.0.1:{client_leg.port}", N_SLOTS)
         net = Network(front, worker, client_leg, worker_leg, target)
         # What the test before has broken may have to be cleaned up.
-        await net.until_free(START_TIMEOUT_S)
+        await net.until_free(10.0)
         yield net
 
 
