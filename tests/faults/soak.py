@@ -44,6 +44,7 @@ from scripts.machine import fetch
 from shared.limits import INPUT_SAMPLE_RATE_HZ as RATE
 from shared.playback import DEFAULT_BUFFER_S
 from tests.bench.bench_conversation import Track
+from tests.bench.provenance import provenance
 from tests.faults.clients import (
     ENDINGS,
     SLOW_ENDINGS,
@@ -440,7 +441,8 @@ def main() -> int:
             logs = arguments.logs or Path(folder)
             report = soak(logs, arguments.minutes, arguments.seed)
     show(report)
-    print(json.dumps({"minutes": arguments.minutes, "seed": arguments.seed, **report}))
+    settings = {"minutes": arguments.minutes, "seed": arguments.seed}
+    print(json.dumps({**provenance(), **settings, **report}))
     return 0 if report["healthy_are_well"] and not report["leaks"] else 1
 
 
