@@ -27,6 +27,7 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 from numpy.typing import NDArray
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.frames import DATA_OPCODES, Frame
 from websockets.http11 import Request, Response
@@ -76,7 +77,7 @@ LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-class StampedConnection(ClientConnection):
+class Stamped(Connection):
     """Remembers when each message was complete at the socket, however busy its reader is."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -88,6 +89,10 @@ class StampedConnection(ClientConnection):
         if isinstance(event, Frame) and event.opcode in DATA_OPCODES and event.fin:
             self.completed_at.append(time.monotonic())
         super().process_event(event)
+
+
+class StampedConnection(Stamped, ClientConnection):
+    """The client's end of a socket."""
 
 
 class DuplexClient:

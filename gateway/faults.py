@@ -9,16 +9,13 @@ from dataclasses import dataclass
 
 from shared.errors import OmniError, slugs
 from shared.logs import cut
+from shared.metrics import OTHER
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
 MAX_CLOSE_REASON_BYTES = 123
 """RFC 6455: a control frame holds 125 bytes, two of them the code."""
-
-
-OTHER = "other"
-"""Counts what no error class of ours is called: a worker of another version may say anything."""
 
 MAX_WHERE_CHARS = 200
 
@@ -61,11 +58,6 @@ def fault_of(error: OmniError) -> Fault:
     if isinstance(error, WorkerFailure):
         return Fault(error.worker_slug, str(error), error.close_code, 502)
     return Fault(error.slug, str(error), error.ws_close, error.http_status)
-
-
-def slug_labels() -> list[str]:
-    """Return everything that a failure can be counted as."""
-    return [*sorted(slugs()), OTHER]
 
 
 class FaultDesk:

@@ -17,14 +17,13 @@ from prometheus_client import (
     Histogram,
     Metric,
     ProcessCollector,
-    disable_created_metrics,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from gateway.faults import OTHER, slug_labels
 from shared.audio import F32_BYTES
 from shared.limits import OUTPUT_SAMPLE_RATE_HZ
+from shared.metrics import OTHER, UNIT_BUCKETS_S, slug_labels
 from shared.playback import Player
 from shared.protocol import Result
 from shared.turns import Turn
@@ -32,21 +31,12 @@ from shared.turns import Turn
 if TYPE_CHECKING:
     from gateway.context import Gateway
 
-# A creation time beside every counter doubles the answer and tells nobody anything.
-disable_created_metrics()  # type: ignore[no-untyped-call]
-
 DEADLINE_S = 1.0
 """A result later than this after its chunk comes after the next chunk."""
 
 MIN_GAP_S = 0.001
 """Below this a gap is the rounding of two clocks."""
 
-# fmt: off
-UNIT_BUCKETS_S = (
-    0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
-    0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0,
-)
-# fmt: on
 WAIT_BUCKETS_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 LEAD_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 

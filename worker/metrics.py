@@ -19,12 +19,11 @@ from prometheus_client import (
     Histogram,
     Metric,
     ProcessCollector,
-    disable_created_metrics,
 )
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from shared.errors import slugs
+from shared.metrics import OTHER, UNIT_BUCKETS_S, slug_labels
 from shared.protocol import Timings
 from shared.states import SessionState, WorkerState
 from worker.engine.slots import SlotState
@@ -32,16 +31,7 @@ from worker.engine.slots import SlotState
 if TYPE_CHECKING:
     from worker.lifecycle import Lifecycle
 
-# A creation time beside every counter doubles the answer and tells nobody anything.
-disable_created_metrics()
-
-OTHER = "other"
-
 # fmt: off
-UNIT_BUCKETS_S = (
-    0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
-    0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0,
-)
 OP_BUCKETS_S = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 )
@@ -124,7 +114,7 @@ class WorkerMetrics:
         failures = Counter(
             "omni_worker_failures", "Failures that were told, by slug", ["slug"], registry=registry
         )
-        self._failures = {slug: failures.labels(slug) for slug in [*sorted(slugs()), OTHER]}
+        self._failures = {slug: failures.labels(slug) for slug in slug_labels()}
         ended = Counter(
             "omni_worker_sessions_ended",
             "Sessions by how they ended",

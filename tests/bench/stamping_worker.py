@@ -12,14 +12,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import deque
-from typing import Any
 
 import numpy as np
 from websockets.asyncio.server import ServerConnection
-from websockets.frames import DATA_OPCODES, Frame
-from websockets.http11 import Request, Response
 
+from client.duplex import Stamped
 from shared import protocol
 from shared.audio import F32_BYTES, samples_to_f32
 from shared.limits import OUTPUT_SAMPLE_RATE_HZ
@@ -31,15 +28,8 @@ SPEECH = samples_to_f32(
 """One second that does not compress, as speech does not."""
 
 
-class StampedConnection(ServerConnection):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.completed_at: deque[float] = deque()
-
-    def process_event(self, event: Request | Response | Frame) -> None:
-        if isinstance(event, Frame) and event.opcode in DATA_OPCODES and event.fin:
-            self.completed_at.append(time.monotonic())
-        super().process_event(event)
+class StampedConnection(Stamped, ServerConnection):
+    """The worker's end of a socket."""
 
 
 class StampingWorker(ScriptedWorker):
