@@ -44,7 +44,7 @@ def test_a_spoken_question_gets_a_spoken_answer(running_service, tmp_path):
 
     back = Track.silence(10.0).say_samples(read_audio(tmp_path / "answer.wav"), 0.5)
     heard = asyncio.run(converse(running_service.ws_url, back))
-    assert "Paris" in " ".join(result.heard for result in heard.results)
+    assert "Paris" in " ".join(reply.result.heard for reply in heard.replies)
 
 
 def test_a_spoken_interruption_stops_the_answer_and_is_answered(running_service):
@@ -52,12 +52,12 @@ def test_a_spoken_interruption_stops_the_answer_and_is_answered(running_service)
 
     heard = asyncio.run(converse(running_service.ws_url, track))
 
-    assert heard.results[9].audio.size, "the story should be told by now"
-    assert [i for i, r in enumerate(heard.results) if r.interrupted] == [10]
-    assert heard.results[10].is_listen
-    captions = [r.heard for r in heard.results[11:] if r.heard]
+    assert heard.replies[9].n_samples, "the story should be told by now"
+    assert [i for i, r in enumerate(heard.replies) if r.result.interrupted] == [10]
+    assert heard.replies[10].result.is_listen
+    captions = [r.result.heard for r in heard.replies[11:] if r.result.heard]
     assert captions, "the interruption should be answered"
-    assert any(r.audio.size for r in heard.results[13:])
+    assert any(r.n_samples for r in heard.replies[13:])
 
 
 def test_loud_noise_does_not_interrupt(running_service):
@@ -65,9 +65,9 @@ def test_loud_noise_does_not_interrupt(running_service):
 
     heard = asyncio.run(converse(running_service.ws_url, track))
 
-    assert heard.results[8].audio.size
-    assert not any(r.interrupted for r in heard.results)
-    assert all(r.audio.size for r in heard.results[9:15])
+    assert heard.replies[8].n_samples
+    assert not any(r.result.interrupted for r in heard.replies)
+    assert all(r.n_samples for r in heard.replies[9:15])
 
 
 def test_small_chunks_get_one_result_each_and_the_same_answer(running_service):
@@ -113,10 +113,10 @@ def test_two_sessions_at_once_both_get_their_answers(running_service):
 
     answers = asyncio.run(both())
 
-    captions = [" ".join(r.heard for r in heard.results) for heard in answers]
+    captions = [" ".join(r.result.heard for r in heard.replies) for heard in answers]
     assert "France" in captions[0]
     assert "week" in captions[1]
-    assert all(any(r.audio.size for r in heard.results) for heard in answers)
+    assert all(any(r.n_samples for r in heard.replies) for heard in answers)
 
 
 def test_a_third_session_waits_for_a_free_slot(running_service):
