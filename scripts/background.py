@@ -44,7 +44,12 @@ class Background:
 
 
 def go_to_background(log_path: Path) -> Background:
-    """Return in the daemon; the calling process prints its lines and exits with its status."""
+    """Return in the daemon; the calling process prints its lines and exits with its status.
+
+    Raises:
+        OSError: the log cannot be written; nothing has been started.
+    """
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
     read_fd, write_fd = os.pipe()
@@ -56,14 +61,13 @@ def go_to_background(log_path: Path) -> Background:
     os.setsid()
     if os.fork():
         os._exit(0)
-    _redirect(log_path)
+    _redirect(log)
     os.write(write_fd, f"{os.getpid()}\n".encode())
     return Background(write_fd)
 
 
-def _redirect(log_path: Path) -> None:
+def _redirect(log: int) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     os.close(null)

@@ -364,6 +364,11 @@ def main(
     except (StartError, AlreadyRunning) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except OSError as error:
+        print(
+            f"error: {error.filename or run_dir} cannot be used: {error.strerror}", file=sys.stderr
+        )
+        return EXIT_FAILED
     except KeyboardInterrupt:
         # Before the first process was started; from then on signals are noted.
         return EXIT_INTERRUPTED

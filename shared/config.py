@@ -205,16 +205,27 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        # Bad JSON, bad UTF-8, a number with thousands of digits, a key that stands there twice.
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}")
     return raw
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError: of two values of one key, the first would be lost without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there more than once")
+    return found
 
 
 def _drop_retired(raw: dict[str, Any]) -> list[str]:
@@ -242,9 +253,11 @@ def _explain(name: str, error: ValidationError) -> str:
         else:
             # The last parts of a union's location name its members, not keys of the file.
             key = ".".join(location[:2])
-            is_section = isinstance(item["input"], dict)
-            value = "" if is_section else f" is {item['input']!r}"
-            lines.append(f"{name}: {key}{value}: {item['msg'].removeprefix('Value error, ')}")
+            # Whatever stands in the place of a key may be one.
+            is_hidden = isinstance(item["input"], dict) or location[0] == "security"
+            value = "" if is_hidden else f" is {item['input']!r}"
+            text = item["msg"].removeprefix("Value error, ").replace("tuple", "list")
+            lines.append(f"{name}: {key}{value}: {text}")
     return "\n".join(dict.fromkeys(lines))
 
 

@@ -16,6 +16,7 @@ from shared.errors import NoWorker, OmniError, Starting
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> dict[str, Any]:
     """The gateway is alive; `ready` says whether a session would be served."""
@@ -28,6 +29,7 @@ async def health(request: Request) -> dict[str, Any]:
     }
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """200 when at least one worker is ready, else 503 with the reason."""

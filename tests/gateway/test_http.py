@@ -37,6 +37,13 @@ async def test_health_is_live_and_says_whether_it_is_ready(serve):
         }
 
 
+async def test_a_probe_may_ask_for_the_head_alone(serve):
+    async with ScriptedWorker() as worker, serve([worker]) as running, client_of(running) as http:
+        answers = [await http.head(path) for path in ("/health", "/ready")]
+
+    assert [(answer.status_code, answer.content) for answer in answers] == [(200, b"")] * 2
+
+
 async def test_ready_is_200_with_a_ready_worker(serve):
     async with ScriptedWorker() as worker, serve([worker]) as running, client_of(running) as http:
         assert (await http.get("/ready")).status_code == 200

@@ -238,3 +238,17 @@ def test_a_wrong_configuration_is_explained_and_exits_with_2(launch: Launch) -> 
 
     assert status == 2
     assert "did you mean service.gateway_port?" in output
+
+
+@pytest.mark.parametrize("arguments", [(), ("--detach",), ("status",), ("stop",), ("restart",)])
+def test_a_run_folder_that_is_none_is_named_without_a_traceback(
+    launch: Launch, arguments: tuple[str, ...]
+) -> None:
+    launch.run_dir.write_text("a file where a folder should be")
+
+    status, output = launch.run(*arguments)
+
+    assert status == 1
+    assert str(launch.run_dir) in output
+    assert "cannot be used" in output
+    assert "Traceback" not in output

@@ -153,3 +153,25 @@ def test_every_key_of_the_reference_is_accepted(tmp_path):
 )
 def test_auto_chooses_the_back_end(tmp_path, model, backend):
     assert load_config(write(tmp_path, {"model": model})).config.backend == backend
+
+
+def test_what_may_be_a_key_is_not_shown(tmp_path):
+    path = write(tmp_path, {"security": {"api_keys": "my-secret", "admin_keys": [{"k": "mine"}]}})
+
+    with pytest.raises(ConfigError, match=r"security\.api_keys: .* list") as caught:
+        load_config(path)
+    assert "my-secret" not in str(caught.value)
+    assert "mine" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"service": {"gateway_port": 1}, "service": {}}', "'service' is there more than once"),
+        ('{"service": {"cpu_workers": 1, "cpu_workers": 2}}', "'cpu_workers' is there more"),
+        ('{"service": {"gateway_port": ' + 5001 * "9" + "}}", "not valid JSON"),
+    ],
+)
+def test_what_no_reader_would_take_as_it_is_meant_is_refused(tmp_path, content, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(write(tmp_path, content))

@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextvars import copy_context
@@ -71,6 +72,11 @@ R = TypeVar("R")
 
 UNIT_BUDGET_S = 1.0
 """A unit's result is due one tick of the duplex clock after the unit was complete."""
+
+MAX_PREPARES = 4
+PREPARE_WINDOW_S = 60.0
+"""Prompts of one session in this time: reading one may take as long as many units, and neighbours
+wait for their share of it."""
 
 MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 3600.0
@@ -149,6 +155,7 @@ class DuplexSession:
         self._work_there = asyncio.Event()
         self._limits_moved = asyncio.Event()
         self._opened_at = self._heard_at = self._clock()
+        self._prepares_at: deque[float] = deque(maxlen=MAX_PREPARES)
         self._pause_until = math.inf
         self._pause_s = 0.0
         self._slot = -1
@@ -316,6 +323,11 @@ class DuplexSession:
             raise SessionPaused("Worker is paused")
         if self.state is SessionState.PREPARING:
             raise BadMessage("the last prepare is still running")
+        now = self._clock()
+        if len(self._prepares_at) == MAX_PREPARES and now - self._prepares_at[0] < PREPARE_WINDOW_S:
+            limit = f"at most {MAX_PREPARES} in {PREPARE_WINDOW_S:g} s"
+            raise BadMessage(f"prepare came too often, {limit}")
+        self._prepares_at.append(now)
         if len(message.system_prompt) > MAX_PROMPT_CHARS:
             n_chars = len(message.system_prompt)
             raise BadMessage(f"system_prompt has {n_chars} characters, at most {MAX_PROMPT_CHARS}")

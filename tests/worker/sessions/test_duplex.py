@@ -154,6 +154,22 @@ async def test_prepare_again_gives_the_session_a_new_prompt(stage):
     assert stage.model.states[0].prompts == ["first", "second"]
 
 
+async def test_a_storm_of_prompts_is_refused_and_the_session_goes_on(stage):
+    client = stage.client()
+    for prompt in ["one", "fail", "two", "three"]:
+        client.send(Prepare(prompt))
+        await client.until(Failure if prompt == "fail" else Prepared)
+
+    client.send(Prepare("four"))
+    refusal = await client.until(Failure)
+    client.send(chunk(0))
+    answer = await client.until(Result)
+
+    assert (refusal.slug, refusal.close_code) == ("bad_message", None)
+    assert stage.model.states[-1].prompts == ["one", "two", "three"]
+    assert answer.seq == 0
+
+
 async def test_input_that_comes_during_prepare_is_answered_after_it(make):
     stage = make(model=gated("prefill"))
     client = stage.client()
