@@ -236,6 +236,12 @@ class ClientProtocol(WebSocketsSansIOProtocol):
             self.close_timer.cancel()
         self.close_timer = self.loop.call_later(QUIET_S, self.transport.close)
 
+    def schedule_ping(self) -> None:
+        # uvicorn would take the last round trip off the interval, so that a client with a slow one
+        # gets its pings in a burst, and is counted as dead before its first pong can be here.
+        assert self.ping_interval is not None
+        self.ping_timer = self.loop.call_later(self.ping_interval, self.send_keepalive_ping)
+
     def send_keepalive_ping(self) -> None:
         if self._n_unheard_pings >= PINGS_BEFORE_DEAD:
             self.transport.abort()
