@@ -185,7 +185,8 @@ class Supervisor:
             for child in self._children:
                 self._check_alive(child)
             waiting = [child for child in waiting if not self._is_ready(child)]
-        return True
+        # The last look may have taken seconds, and somebody may have lost patience meanwhile.
+        return not self._requests.wait(0.0)
 
     def watch(self) -> None:
         """Restart what dies or hangs, and the workers in turn if asked to, until asked to stop."""

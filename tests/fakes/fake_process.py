@@ -2,8 +2,8 @@
 
     python -m tests.fakes.fake_process ROLE PORT [--load-s S] [--behaviour B]
 
-Behaviours: `dies` ends during its start, `errs` reports an error, `stubborn` ignores SIGTERM,
-`parent` starts a child of its own and writes its pid to the log.
+Behaviours: `loads` never gets ready, `dies` ends during its start, `errs` reports an error,
+`stubborn` ignores SIGTERM, `parent` starts a child of its own and writes its pid to the log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STARTED_AT = time.monotonic()
 
 def worker_health(load_s: float, behaviour: str) -> dict[str, object]:
     elapsed_s = time.monotonic() - STARTED_AT
-    loaded = elapsed_s >= load_s
+    loaded = elapsed_s >= load_s and behaviour != "loads"
     failed = behaviour == "errs" and loaded
     return {
         "status": "error" if failed else "healthy" if loaded else "initializing",

@@ -187,7 +187,7 @@ def test_detached_it_fails_with_the_cause_when_a_worker_dies(launch: Launch) -> 
 
 
 def test_ctrl_c_during_a_detached_start_ends_it(launch: Launch) -> None:
-    process = launch.start("--detach")
+    process = launch.start("--detach", behaviour="loads")
     assert process.stdout is not None
     assert process.stdout.readline().startswith("starting")
 

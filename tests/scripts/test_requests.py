@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from scripts.processes import Child, Command
+from scripts.supervisor import Requests, Supervisor
 from tests.fakes.launch import PATIENCE_S, ROOT
 
 EVERYWHERE = """
@@ -73,3 +79,22 @@ def test_the_end_of_the_terminal_is_no_request_under_nohup() -> None:
     )
 
     assert done.stdout == "False\n"
+
+
+def test_a_stop_during_the_last_look_of_a_start_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests()
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    command = Command("gateway", sleeper, dict(os.environ), "http://127.0.0.1:9/health")
+    supervisor = Supervisor([command], tmp_path, lambda line: None, requests, 1.0)
+
+    def look(self: Supervisor, child: Child) -> bool:
+        requests.stop()
+        return True
+
+    monkeypatch.setattr(Supervisor, "_is_ready", look)
+    try:
+        assert not supervisor.start()
+    finally:
+        supervisor.close()
