@@ -36,7 +36,7 @@ WRITE_TIMEOUT_S = 60.0
 """A client that has not read anything of its answer for this long is cut."""
 
 CLOSE_GRACE_S = 5.0
-"""For unsent bytes of a closed connection."""
+"""For a closing handshake and for unsent bytes; then the connection is cut."""
 
 
 class IdleConnections:

@@ -19,7 +19,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.exceptions import PayloadTooBig
 from websockets.frames import Close, Frame, Opcode
 
-from gateway.connection import HttpConnection
+from gateway.connection import CLOSE_GRACE_S, HttpConnection
 from gateway.context import Gateway
 from gateway.relay import FRAME_TOO_LARGE
 from shared.limits import (
@@ -38,9 +38,6 @@ CLIENT_PING_INTERVAL_S = DEAD_CLIENT_TIMEOUT_S / PINGS_BEFORE_DEAD
 """A client is gone when it has sent nothing at all, no frame and no pong, while this many pings
 went out. Counting pings instead of seconds forgives a gateway that was itself held up: after a
 pause, what arrived meanwhile is read before the next ping is sent."""
-
-CLOSE_GRACE_S = 5.0
-"""For the closing handshake and unsent bytes; then the connection is cut."""
 
 QUIET_S = 0.5
 """A client that was told to stop has stopped when nothing has come for this long."""

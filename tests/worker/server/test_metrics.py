@@ -26,19 +26,6 @@ from tests.fakes.worker import FakeWorker
 from worker.metrics import WorkerMetrics
 
 
-@pytest.fixture
-async def make():
-    workers: list[FakeWorker] = []
-
-    async def make(ready: bool = True, **fields) -> FakeWorker:
-        workers.append(FakeWorker(**fields))
-        return await workers[-1].start(ready)
-
-    yield make
-    for worker in workers:
-        await worker.close()
-
-
 class Samples:
     def __init__(self, text: str) -> None:
         self._values = {

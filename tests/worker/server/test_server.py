@@ -33,19 +33,6 @@ from worker.server import Outbox, bind
 OPEN = Open("s", "duplex", "omni_duplex")
 
 
-@pytest.fixture
-async def make():
-    workers: list[FakeWorker] = []
-
-    async def make(ready: bool = True, **fields) -> FakeWorker:
-        workers.append(FakeWorker(**fields))
-        return await workers[-1].start(ready)
-
-    yield make
-    for worker in workers:
-        await worker.close()
-
-
 def n_free(worker: FakeWorker) -> int:
     assert worker.lifecycle.host is not None
     return worker.lifecycle.host.slots.n_free
