@@ -212,25 +212,76 @@ class KvCache:
             tensor[slot] = torch.nan
 
 
-class Decoder(nn.Module):
-    """The whole model. It owns weights only; caches are handed in and written in place.
+class DecoderStack(nn.Module):
+    """The blocks and the closing norm: what turns embeddings into hidden states.
 
-    `reach` of both call sites says how far to look: exact `Rows`, or a span, any number of
-    positions that covers every row's live length (few different ones save compilations).
+    It owns weights only; caches are handed in and written in place. `reach` says how far to look:
+    exact `Rows`, or a span, any number of positions that covers every row's live length (few
+    different ones save compilations).
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.n_layers))
         self.norm = RmsNorm(config.hidden_size, config.norm_eps)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tied_head:
-            self.head.weight = self.embed.weight
         self.prefill_layers: list[LayerCall] = [layer.forward for layer in self.layers]
         self.decode_layers: list[LayerCall] = [layer.forward for layer in self.layers]
         """The two call sites of every layer; compiled regions take their places."""
+
+    def feed(
+        self, cache: KvCache, x: Tensor, slots: Tensor, positions: Tensor, reach: Rows | int
+    ) -> Tensor:
+        """Feed embeddings; return the hidden states after the closing norm, `[B, N, D]`.
+
+        A row with fewer than N tokens is padded at its end: what it writes behind its live length
+        is overwritten by the row's next feed, and nobody looks at it before.
+
+        Args:
+            cache: written at every row's positions.
+            x: `[B, N, D]`; N = 1 is a decode step, anything else a prefill.
+            slots: cache row of each row, int64 `[B]`; no slot twice.
+            positions: int64 `[B, N]`, ascending by one.
+            reach: exact rows, or a span larger than every position.
+        """
+        layers = self.decode_layers if x.shape[1] == 1 else self.prefill_layers
+        return self.norm(self._run(layers, cache, x, slots, positions, reach))
+
+    def _run(
+        self,
+        layers: list[LayerCall],
+        cache: KvCache,
+        x: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        reach: Rows | int,
+    ) -> Tensor:
+        span = reach if isinstance(reach, int) else max(reach.lengths)
+        index = torch.arange(span, device=x.device)
+        cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta)
+        step = Step(
+            cos=cos,
+            sin=sin,
+            slots=slots,
+            positions=positions,
+            visible=(index <= positions[..., None])[:, None],
+            dead=(index > positions[:, -1:])[:, None, :, None],
+            rows=None if isinstance(reach, int) else reach,
+        )
+        for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
+            x = layer(x, keys, values, step)
+        return x  # [B, N, D]
+
+
+class Decoder(DecoderStack):
+    """The whole model: token embedding, blocks and output head."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.head.weight = self.embed.weight
 
     def prefill(
         self, cache: KvCache, tokens: Tensor, slot: Tensor, start: Tensor, reach: Rows | int
@@ -245,7 +296,8 @@ class Decoder(nn.Module):
             reach: exact rows, or a span of at least start + N.
         """
         positions = (start + torch.arange(tokens.shape[1], device=tokens.device))[None]  # [1, N]
-        return self._run(self.prefill_layers, cache, tokens, slot, positions, reach)
+        x = self._run(self.prefill_layers, cache, self.embed(tokens), slot, positions, reach)
+        return self.norm(x[:, -1])  # [1, D]
 
     def decode(
         self, cache: KvCache, tokens: Tensor, slots: Tensor, positions: Tensor, reach: Rows | int
@@ -257,35 +309,8 @@ class Decoder(nn.Module):
             tokens, slots, positions: int64 `[B]`; no slot twice.
             reach: exact rows, or a span larger than every position.
         """
-        return self._run(
-            self.decode_layers, cache, tokens[:, None], slots, positions[:, None], reach
-        )
-
-    def _run(
-        self,
-        layers: list[LayerCall],
-        cache: KvCache,
-        tokens: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        reach: Rows | int,
-    ) -> Tensor:
-        span = reach if isinstance(reach, int) else max(reach.lengths)
-        index = torch.arange(span, device=tokens.device)
-        cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta)
-        step = Step(
-            cos=cos,
-            sin=sin,
-            slots=slots,
-            positions=positions,
-            visible=(index <= positions[..., None])[:, None],
-            dead=(index > positions[:, -1:])[:, None, :, None],
-            rows=None if isinstance(reach, int) else reach,
-        )
-        x = self.embed(tokens)  # [B, N, D]
-        for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
-            x = layer(x, keys, values, step)
-        return self.norm(x[:, -1])  # [B, D]
+        x = self.embed(tokens)[:, None]  # [B, 1, D]
+        return self.feed(cache, x, slots, positions[:, None], reach)[:, 0]
 
 
 def decoder_weights(source: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
@@ -297,13 +322,17 @@ def decoder_weights(source: Mapping[str, Tensor], config: DecoderConfig) -> dict
     Raises:
         KeyError: a tensor is missing.
     """
-    weights = {
-        "embed.weight": source["model.embed_tokens.weight"],
-        "norm.weight": source["model.norm.weight"],
-    }
+    weights = stack_weights(source, config)
+    weights["embed.weight"] = source["model.embed_tokens.weight"]
     weights["head.weight"] = weights["embed.weight"]
     if not config.tied_head:
         weights["head.weight"] = source["lm_head.weight"]
+    return weights
+
+
+def stack_weights(source: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """The part of `decoder_weights` that belongs to a `DecoderStack`."""
+    weights = {"norm.weight": source["model.norm.weight"]}
     for index in range(config.n_layers):
         theirs, ours = f"model.layers.{index}", f"layers.{index}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
