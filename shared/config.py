@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     ValidationError,
     field_validator,
+    model_validator,
 )
 
 from shared.errors import ConfigError
@@ -29,9 +30,7 @@ from shared.limits import IDLE_TIMEOUT_S
 RETIRED_KEYS = frozenset({"service.eta_streaming_s"})
 
 PENDING_KEYS: Mapping[str, str] = {
-    "model.pt_path": "extra weights are not loaded yet",
-    "model.attn_implementation": "only the large model has a choice of attention",
-    "audio.ref_audio_path": "the embedded back end has one fixed voice",
+    "model.attn_implementation": "the implementation chooses by device",
     "audio.chat_vocoder": "chat with speech is not served yet",
     "service.request_timeout": "chat requests are not served yet",
     "recording.enabled": "sessions are not recorded yet",
@@ -40,6 +39,14 @@ PENDING_KEYS: Mapping[str, str] = {
 }
 """Accepted keys without an effect so far, with what is missing; a value other than the default
 brings one start-up notice."""
+
+CASCADE_IGNORES: Mapping[str, str] = {
+    "model.pt_path": "it belongs to the large model",
+    "audio.enabled": "the embedded back end always speaks; clients may ask for text alone",
+    "audio.ref_audio_path": "the embedded back end has one fixed voice",
+    "audio.n_timesteps": "it belongs to the large model",
+}
+"""The same for keys that only the cascade has no use for."""
 
 
 ExpectedSeconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -57,6 +64,7 @@ class ModelConfig(Section):
     model_path: str | None = None
     """Hugging Face directory or id of MiniCPM-o 4.5; null = the embedded cascade."""
     pt_path: str | None = None
+    """Tensors (torch file) that replace those of the same name."""
     random_weights: bool = False
     """Build the model at full size without a checkpoint (benchmarks, precompile)."""
     attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
@@ -65,6 +73,10 @@ class ModelConfig(Section):
 class AudioConfig(Section):
     """Voices and playback."""
 
+    enabled: bool = True
+    """false = the large model answers in text only and needs no token2wav files."""
+    n_timesteps: int = Field(5, ge=1, le=16)
+    """Steps in which the large model's voice is made: more is slower and finer."""
     ref_audio_path: str | None = None
     """Default voice of sessions that bring none; null = the one that is shipped."""
     playback_delay_ms: int = Field(200, ge=0, le=2000)
@@ -115,6 +127,52 @@ class DuplexConfig(Section):
     """0 = no limit."""
     idle_timeout_s: float = Field(IDLE_TIMEOUT_S, gt=0)
     """A session without valid input for this long is closed."""
+    sliding_window_mode: Literal["off", "basic", "context"] = "basic"
+    """What of a long session the large model keeps: all up to `max_context_tokens`; whole units
+    between two sizes; or a number of units and the words of earlier ones."""
+    basic_window_high_tokens: int = Field(4000, ge=256, le=32_768)
+    basic_window_low_tokens: int = Field(3500, ge=128)
+    context_max_units: int = Field(24, ge=1, le=512)
+    context_previous_max_tokens: int = Field(500, ge=0, le=8192)
+    max_context_tokens: int = Field(8192, ge=1024, le=40_960)
+    """Mode `off`: a session ends when its context is full. Mode `context`: size of the context."""
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> DuplexConfig:
+        if self.basic_window_low_tokens >= self.basic_window_high_tokens:
+            raise ValueError("basic_window_low_tokens must be below basic_window_high_tokens")
+        return self
+
+
+class Compat(Section):
+    """Quirks of the original that the large model may be asked to repeat.
+
+    True = as the original does it; ARCHITECTURE.md has the reasons. The defaults are ours.
+    """
+
+    listen_settings_act_on_im_end: bool = False
+    """`listen_prob_scale` and `listen_top_k` look at `<|im_end|>` instead of `<|listen|>`."""
+    penalty_divides_negative_logits: bool = True
+    """The text penalty divides negative logits too, which raises them. Shapes what is said."""
+    turn_end_then_listen_is_silent: bool = False
+    """`<|turn_eos|>` and then `<|listen|>` in one unit drops the unit's text and voice."""
+    interrupt_keeps_speech_cache: bool = False
+    """After a barge-in the speech head goes on from the old turn's positions."""
+    voice_through_int16: bool = False
+    """Samples are rounded to 16 bit on the way."""
+    short_chunks_start_with_silence: bool = True
+    """A non-final unit with less than one second of voice is filled up in front."""
+    answer_strips_character_set: bool = False
+    """Chat answers lose id 0 and all trailing characters of the set `<|tseo_>`."""
+    window_registers_retokenised_text: bool = False
+    """Half-duplex: a round of the window counts re-tokenised text, not what the cache holds."""
+    short_clips_hear_padding: bool = False
+    """Of several clips in a request, the shorter ones hear the padding behind their end."""
+
+    @classmethod
+    def reference(cls) -> Compat:
+        """Every quirk as the original has it."""
+        return cls(**dict.fromkeys(cls.model_fields, True))
 
 
 class RecordingConfig(Section):
@@ -142,6 +200,7 @@ class Config(Section):
     audio: AudioConfig = AudioConfig()
     service: ServiceConfig = ServiceConfig()
     duplex: DuplexConfig = DuplexConfig()
+    compat: Compat = Compat()
     recording: RecordingConfig = RecordingConfig()
     security: SecurityConfig = SecurityConfig()
 
@@ -195,9 +254,12 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
     except ValidationError as error:
         name = path.name if path else "configuration"
         raise ConfigError(_explain(name, error)) from error
+    ignored = dict(PENDING_KEYS)
+    if config.backend == "cascade":
+        ignored |= CASCADE_IGNORES
     notices += [
         f"{dotted} is accepted but has no effect: {missing}"
-        for dotted, missing in PENDING_KEYS.items()
+        for dotted, missing in ignored.items()
         if _value(config, dotted) != _value(Config(), dotted)
     ]
     return LoadedConfig(config, path, tuple(notices))

@@ -203,6 +203,21 @@ class SessionTimeout(OmniError):
     http_status = 408
 
 
+class ContextFull(OmniError):
+    """A session without a sliding window has filled the model's context."""
+
+    slug = "context_full"
+    ws_close = 1000
+    http_status = 413
+
+
+class VoiceUnavailable(BadMessage):
+    """A client brought a voice, and this back end cannot take one."""
+
+    slug = "voice_unavailable"
+    http_status = 409
+
+
 class ServerShutdown(OmniError):
     """The gateway is going down."""
 

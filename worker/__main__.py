@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shared import logs
 from shared.config import Config, load_config
-from shared.errors import ConfigError, ModelLoadError
+from shared.errors import ConfigError
 from worker.lifecycle import EXIT_START_FAILED, Lifecycle, WorkerSettings
 from worker.models.contract import DuplexModel, Progress
 from worker.server import bind, create_app, make_server
@@ -25,8 +25,9 @@ log = logging.getLogger("worker")
 
 EXIT_BAD_CONFIG = 2
 WARM_UP_CLIP = Path(__file__).parents[1] / "assets" / "warmup.wav"
-CASCADE_SLOTS_ON_CPU = 2
-"""Two cores hold two conversations of the cascade in real time."""
+AUTO_SLOTS = 2
+"""Two cores hold two conversations of the cascade in real time; the large model takes two as long
+as nobody has measured how many its device holds."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def settings_of(config: Config, gpu_id: int | None) -> WorkerSettings:
     """The part of the configuration that a worker's life depends on."""
     n_slots = config.service.sessions_per_worker
     if n_slots == "auto":
-        n_slots = CASCADE_SLOTS_ON_CPU
+        n_slots = AUTO_SLOTS
     duplex = config.duplex
     return WorkerSettings(
         backend=config.backend,
@@ -63,7 +64,7 @@ def settings_of(config: Config, gpu_id: int | None) -> WorkerSettings:
 def builder_of(config: Config) -> Callable[[], DuplexModel]:
     """Return what makes the configured back end, to be called in the `load_model` stage."""
     if config.backend == "minicpmo45":
-        return _refuse_minicpmo45
+        return functools.partial(_build_minicpmo45, config)
     return functools.partial(
         _build_cascade,
         Path(config.service.data_dir),
@@ -90,11 +91,12 @@ def _build_cascade(data_dir: Path, compile_regions: bool) -> DuplexModel:
     return CascadeModel(data_dir=data_dir, compile_regions=compile_regions)
 
 
-def _refuse_minicpmo45() -> DuplexModel:
-    raise ModelLoadError(
-        "The minicpmo45 back end is not part of this version: "
-        'set model.backend to "cascade" and leave model.model_path and model.random_weights unset.'
-    )
+def _build_minicpmo45(config: Config) -> DuplexModel:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Late, as above.
+    from worker.models.minicpmo45.build import build  # noqa: PLC0415
+
+    return build(config)
 
 
 async def _serve(config: Config, port: int, gpu_id: int | None) -> int:

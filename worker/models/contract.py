@@ -44,11 +44,12 @@ class Unit:
     index: int
     """0-based within the session."""
     audio: NDArray[np.float32]
-    """16 kHz, exactly `DuplexModel.unit_samples` long."""
+    """16 kHz, exactly `DuplexModel.unit_samples` long (a unit of frames alone: empty)."""
     frames: tuple[NDArray[np.uint8], ...] = ()
     """RGB images `[H, W, 3]`, oldest first."""
     force_listen: bool = False
-    max_slice_nums: int | None = None
+    max_slice_nums: int | tuple[int, ...] | None = None
+    """Most tiles of every frame, or of each; None = as the session was prepared."""
     arrived_at: float = 0.0
     """Engine clock when the unit was complete."""
     deadline: float = 0.0

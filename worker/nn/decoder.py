@@ -4,8 +4,11 @@ Written from the architecture as published (Llama: RMSNorm, rotary position, Swi
 queries; Qwen3 adds a norm over each head's query and key). Two call sites share one layer
 function: prefill (one row, any number of tokens) and decode (any number of rows, one token each).
 
-A cache position that has not been written may hold anything, even NaN: it is masked out of the
-scores and its values are replaced by zero before they are multiplied with a zero probability.
+A cache position that its row has not reached may hold anything, even NaN (`attention.py`).
+
+Rows of different lengths go together by padding. A padding token has the position
+`KvCache.spare`, one more than a slot can hold: every slot has room for it, nobody looks at it, and
+so the padding's embedding may be anything, even NaN. `KvCache.positions` makes such positions.
 """
 
 from __future__ import annotations
@@ -17,8 +20,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from worker.nn.attention import Reader, Rows, choose_reader
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "DecoderLayer",
+    "DecoderStack",
+    "KvCache",
+    "Rows",
+    "SavedKv",
+    "Step",
+    "decoder_weights",
+    "rotary_table",
+    "rotate",
+    "stack_weights",
+    "turn_keys",
+]
+
 LayerCall = Callable[[Tensor, Tensor, Tensor, "Step"], Tensor]
 """Signature of `DecoderLayer.forward`."""
+
+SavedKv = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Keys and values of one slot, `[K, n, d]` of every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +62,6 @@ class DecoderConfig:
     """The output head is the embedding matrix."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What the host knows of a batch: cache row and live length (this step included) of each row.
-
-    With it attention reads exact slices of the caches: no copies, no masks, one small product a
-    row. That is the right way for a CPU (B = 2 at 500 tokens: 105 ms -> 75 ms a step). Compiled
-    regions take a span instead and find everything in tensors.
-    """
-
-    slots: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-
 class RmsNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -58,9 +69,13 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Statistics in fp32 whatever the activations are, as the published models do.
-        normed = functional.rms_norm(x.float(), self.weight.shape, None, self.eps)
-        return self.weight * normed.to(x.dtype)
+        return self.weight * normed(x, self.eps)
+
+
+def normed(x: Tensor, eps: float) -> Tensor:
+    """Scale the last dimension to a root mean square of 1."""
+    # Statistics in fp32 whatever the activations are, as the published models do.
+    return functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -69,7 +84,9 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor
     The first half of the sine is negated, so that rotating needs no negation of the input.
     """
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[..., None].float() * theta ** (-exponent / head_dim)  # [B, N, d/2]
+    # In this order, as published: at position 4000 another rounding shows in the angle.
+    frequency = 1.0 / theta ** (exponent / head_dim)
+    angles = positions[..., None].float() * frequency  # [B, N, d/2]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1)[:, :, None], torch.cat((-sin, sin), -1)[:, :, None]
 
@@ -78,6 +95,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads `[B, N, H, d]`; the two halves of a head form the pairs."""
     wide = x.float()
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def turn_keys(keys: Tensor, delta: int, theta: float) -> Tensor:
+    """Return cached keys `[..., d]` as they would be `delta` positions later.
+
+    Rotations add up, so this is one rotation by the difference, in fp32. (MiniCPM-o 4.5 reference,
+    `realign_rotary_suffix`, turns back and forth in the dtype of the cache, which loses digits.)
+    """
+    places = torch.full((1, 1), delta, device=keys.device)
+    cos, sin = rotary_table(places, keys.shape[-1], theta)  # [1, 1, 1, d]
+    return rotate(keys, cos.flatten(), sin.flatten())
 
 
 class DecoderLayer(nn.Module):
@@ -110,14 +138,20 @@ class DecoderLayer(nn.Module):
         heads = self.qkv(x).view(b, n, -1, self.head_dim)  # [B, N, H + 2 K, d]
         turning, v = heads.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = turning.split((self.n_heads, self.n_kv_heads), dim=2)
-            turning = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
+            # Every head by itself, so queries and keys need one pass; only the weights differ.
+            weight = torch.cat(
+                (
+                    self.q_norm.weight.expand(self.n_heads, -1),
+                    self.k_norm.weight.expand(self.n_kv_heads, -1),
+                )
+            )
+            turning = weight * normed(turning, self.q_norm.eps)
         turning = rotate(turning, step.cos, step.sin)
         q, k = turning.split((self.n_heads, self.n_kv_heads), dim=2)
         # Index tensors on both sides of the head dimension move it behind them: [B, N, K, d].
         keys[step.slots[:, None], :, step.positions] = k
         values[step.slots[:, None], :, step.positions] = v
-        mixed = read_cache(q.transpose(1, 2), keys, values, step)  # [B, H, N, d]
+        mixed = step.reader.read(q.transpose(1, 2), keys, values)  # [B, H, N, d]
         return self.out(mixed.transpose(1, 2).reshape(b, n, -1))
 
 
@@ -131,54 +165,16 @@ class Step:
     slots: Tensor
     """Cache row of each row, `[B]`."""
     positions: Tensor
-    """`[B, N]`."""
-    visible: Tensor
-    """Which positions a token may look at, bool `[B, 1, N, S]`."""
-    dead: Tensor
-    """Positions that the row has not reached, bool `[B, 1, S, 1]`."""
-    rows: Rows | None
-
-
-def read_cache(q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
-    """Attention of queries `[B, H, N, d]` over what their slots hold; `[B, H, N, d]`."""
-    if step.rows is None:
-        span = step.visible.shape[-1]
-        # A probability of zero times NaN is NaN, so unwritten positions become zeros first.
-        k = keys[:, :, :span].index_select(0, step.slots).masked_fill(step.dead, 0.0)
-        v = values[:, :, :span].index_select(0, step.slots).masked_fill(step.dead, 0.0)
-        return grouped_attention(q, k, v, step.visible)
-    parts = [
-        grouped_attention(
-            q[row : row + 1],
-            keys[slot : slot + 1, :, :length],
-            values[slot : slot + 1, :, :length],
-            step.visible[row : row + 1, ..., :length] if q.shape[2] > 1 else None,
-        )
-        for row, (slot, length) in enumerate(zip(step.rows.slots, step.rows.lengths, strict=True))
-    ]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """Attention of H query heads over K shared key/value heads: `[B, H, N, d]`.
-
-    The query heads of one key head stand together, so the products need no repeated keys.
-    """
-    b, n_heads, n, d = q.shape
-    per_group = n_heads // k.shape[1]
-    if visible is not None and n > 1:
-        visible = visible.repeat(1, 1, per_group, 1)
-    mixed = functional.scaled_dot_product_attention(
-        q.reshape(b, -1, per_group * n, d), k, v, attn_mask=visible
-    )  # [B, K, H/K * N, d]
-    return mixed.reshape(b, n_heads, n, d)
+    """Where a token is written, `[B, N]`."""
+    reader: Reader
 
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
     """Keys and values of every slot: one pair of tensors `[slots, K, T, d]` per layer.
 
-    Separate tensors, since slices of one stacked tensor make the compiler copy the whole cache.
+    T is one more than what a slot holds: the last position takes what padding writes. Separate
+    tensors, since slices of one stacked tensor make the compiler copy the whole cache.
     """
 
     keys: tuple[Tensor, ...]
@@ -193,7 +189,8 @@ class KvCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> KvCache:
-        shape = (n_slots, config.n_kv_heads, n_tokens, config.head_dim)
+        """Make empty caches that hold `n_tokens` per slot."""
+        shape = (n_slots, config.n_kv_heads, n_tokens + 1, config.head_dim)  # + the spare one
 
         def side() -> tuple[Tensor, ...]:
             return tuple(
@@ -204,12 +201,55 @@ class KvCache:
 
     @property
     def n_tokens(self) -> int:
-        return self.keys[0].shape[2]
+        """How many tokens a slot can hold."""
+        return self.keys[0].shape[2] - 1
+
+    @property
+    def spare(self) -> int:
+        """The position of padding, behind all others."""
+        return self.n_tokens
+
+    def positions(self, starts: Tensor, counts: Tensor, n_new: int) -> Tensor:
+        """Return positions `[B, N]` of rows with `counts` tokens from `starts` on, then padding.
+
+        Args:
+            starts, counts: int64 `[B]`. A row of count 0 is padding as a whole; its slot may be
+                any, even one that another row uses.
+        """
+        index = torch.arange(n_new, device=starts.device)
+        return torch.where(index < counts[:, None], starts[:, None] + index, self.spare)
 
     def poison(self, slot: int) -> None:
         """Make the slot unreadable: a token that still looked at it would give NaN."""
         for tensor in (*self.keys, *self.values):
             tensor[slot] = torch.nan
+
+    def save(self, slot: int, length: int) -> SavedKv:
+        """Return copies of the first `length` positions of a slot."""
+        assert 0 <= length <= self.n_tokens, length
+        return (
+            tuple(keys[slot, :, :length].clone() for keys in self.keys),
+            tuple(values[slot, :, :length].clone() for values in self.values),
+        )
+
+    def restore(self, slot: int, saved: SavedKv) -> None:
+        """Put saved positions back, into any slot; what lies behind them stays."""
+        for side, copies in zip((self.keys, self.values), saved, strict=True):
+            for tensor, copy in zip(side, copies, strict=True):
+                tensor[slot, :, : copy.shape[1]] = copy
+
+    def move(self, slot: int, start: int, end: int, target: int, theta: float) -> None:
+        """Move positions `start .. end - 1` of a slot to `target ..`; the two may overlap.
+
+        Keys are turned by the difference (`turn_keys`), values are only copied. Several moves
+        add up one rounding of the cache's dtype each.
+        """
+        assert 0 <= start <= end <= self.n_tokens, (start, end)
+        assert 0 <= target <= self.n_tokens - (end - start), (start, end, target)
+        stop = target + end - start
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[slot, :, target:stop] = turn_keys(keys[slot, :, start:end], target - start, theta)
+            values[slot, :, target:stop] = values[slot, :, start:end].clone()
 
 
 class DecoderStack(nn.Module):
@@ -234,15 +274,15 @@ class DecoderStack(nn.Module):
     ) -> Tensor:
         """Feed embeddings; return the hidden states after the closing norm, `[B, N, D]`.
 
-        A row with fewer than N tokens is padded at its end: what it writes behind its live length
-        is overwritten by the row's next feed, and nobody looks at it before.
-
         Args:
             cache: written at every row's positions.
-            x: `[B, N, D]`; N = 1 is a decode step, anything else a prefill.
-            slots: cache row of each row, int64 `[B]`; no slot twice.
-            positions: int64 `[B, N]`, ascending by one.
-            reach: exact rows, or a span larger than every position.
+            x: `[B, N, D]`; N = 1 is a decode step, anything else a prefill. Rows with fewer than
+                N tokens end in padding, whose embeddings and hidden states mean nothing.
+            slots: cache row of each row, int64 `[B]`; no slot twice among rows with tokens.
+            positions: int64 `[B, N]`, ascending by one; `cache.spare` or more where x is padding
+                (`KvCache.positions`).
+            reach: exact rows, each with a token at least; or a span larger than every position
+                of a token.
         """
         layers = self.decode_layers if x.shape[1] == 1 else self.prefill_layers
         return self.norm(self._run(layers, cache, x, slots, positions, reach))
@@ -256,18 +296,10 @@ class DecoderStack(nn.Module):
         positions: Tensor,
         reach: Rows | int,
     ) -> Tensor:
-        span = reach if isinstance(reach, int) else max(reach.lengths)
-        index = torch.arange(span, device=x.device)
+        positions = positions.clamp(max=cache.spare)
         cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta)
-        step = Step(
-            cos=cos,
-            sin=sin,
-            slots=slots,
-            positions=positions,
-            visible=(index <= positions[..., None])[:, None],
-            dead=(index > positions[:, -1:])[:, None, :, None],
-            rows=None if isinstance(reach, int) else reach,
-        )
+        reader = choose_reader(slots, positions, cache.n_tokens, reach)
+        step = Step(cos, sin, slots, positions, reader)
         for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
             x = layer(x, keys, values, step)
         return x  # [B, N, D]
@@ -306,7 +338,8 @@ class Decoder(DecoderStack):
 
         Args:
             cache: written at every row's position.
-            tokens, slots, positions: int64 `[B]`; no slot twice.
+            tokens, slots, positions: int64 `[B]`; no slot twice among rows with tokens. A row at
+                the position `cache.spare` is padding.
             reach: exact rows, or a span larger than every position.
         """
         x = self.embed(tokens)[:, None]  # [B, 1, D]

@@ -31,6 +31,10 @@ class Sampling:
     """Above 1: tokens said before become less likely (CTRL, section 4.1)."""
     window: int = 64
     """How many of the latest tokens count as said before."""
+    endings: tuple[int, ...] = ()
+    """Tokens that end the text, for `length_penalty`."""
+    length_penalty: float = 1.0
+    """Above 1: endings become less likely, so the text becomes longer."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -65,18 +69,21 @@ def sample(
 def penalise(
     logits: Tensor, settings: Sequence[Sampling], recent: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Return logits `[B, V]` in which tokens of each row's window are less likely."""
+    """Return logits `[B, V]` in which each row's latest tokens and its endings are less likely."""
     out = logits
     for row, (setting, said) in enumerate(zip(settings, recent, strict=True)):
         window = sorted(set(said[-setting.window :])) if setting.window > 0 else []
-        if setting.repetition_penalty == 1.0 or not window:
-            continue
-        if out is logits:
-            out = logits.clone()
-        ids = torch.tensor(window, device=logits.device)
-        values = out[row, ids]
-        penalty = setting.repetition_penalty
-        out[row, ids] = torch.where(values > 0, values / penalty, values * penalty)
+        for ids, penalty in (
+            (window, setting.repetition_penalty),
+            (setting.endings, setting.length_penalty),
+        ):
+            if penalty == 1.0 or not ids:
+                continue
+            if out is logits:
+                out = logits.clone()
+            index = torch.tensor(ids, device=logits.device)
+            values = out[row, index]
+            out[row, index] = torch.where(values > 0, values / penalty, values * penalty)
     return out
 
 

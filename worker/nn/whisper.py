@@ -1,4 +1,4 @@
-"""Whisper: log-mel features, encoder, and a text decoder over caches with a slot dimension.
+"""Whisper: encoder, and a text decoder over caches with a slot dimension.
 
 Written from the paper (Radford et al. 2022) and the published configuration: pre-norm blocks,
 absolute positions (fixed sinusoids in the encoder, learned ones in the decoder), no bias on the
@@ -9,10 +9,8 @@ caches of the decoder, self and cross, are static tensors with a row per slot.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,10 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-SAMPLE_RATE_HZ = 16_000
-HOP = 160
-N_FFT = 400
-FRAMES_PER_S = SAMPLE_RATE_HZ // HOP
+from worker.nn.mel import FRAMES_PER_S, SAMPLE_RATE_HZ, window_mel
+
 POSITIONS_PER_S = FRAMES_PER_S // 2
 """The second convolution halves the frames."""
 
@@ -53,43 +49,9 @@ def window_for(n_samples: int) -> int:
     return next((s for s in WINDOWS_S if n_samples <= s * SAMPLE_RATE_HZ), WINDOWS_S[-1])
 
 
-@lru_cache(maxsize=4)
-def mel_filters(n_mels: int) -> NDArray[np.float32]:
-    """Return triangular filters `[n_mels, N_FFT / 2 + 1]`, Slaney scale and area, 0 to 8 kHz."""
-    # Slaney's scale: linear to 1 kHz (3 mels per 200 Hz), then 27 steps per factor of 6.4.
-    per_mel, knee_hz, step = 200.0 / 3, 1000.0, math.log(6.4) / 27.0
-    knee_mel = knee_hz / per_mel
-    top_mel = knee_mel + math.log(SAMPLE_RATE_HZ / 2 / knee_hz) / step
-    mels = np.linspace(0.0, top_mel, n_mels + 2)
-    corners = np.where(
-        mels < knee_mel, mels * per_mel, knee_hz * np.exp(step * (mels - knee_mel))
-    )  # Hz
-    bins = np.linspace(0.0, SAMPLE_RATE_HZ / 2, N_FFT // 2 + 1)
-    low, centre, high = corners[:-2, None], corners[1:-1, None], corners[2:, None]
-    rising = (bins - low) / (centre - low)
-    falling = (high - bins) / (high - centre)
-    triangles = np.maximum(0.0, np.minimum(rising, falling))
-    return (triangles * 2.0 / (high - low)).astype(np.float32)
-
-
 def log_mel(samples: NDArray[np.float32], window_s: int, n_mels: int = 80) -> Tensor:
     """Return log-mel features `[1, n_mels, F]` of samples padded or cut to `window_s` seconds."""
-    wanted = window_s * SAMPLE_RATE_HZ
-    padded = np.zeros(wanted, np.float32)
-    padded[: min(wanted, len(samples))] = samples[:wanted]
-    spectrum = torch.stft(
-        torch.from_numpy(padded),
-        N_FFT,
-        HOP,
-        window=torch.hann_window(N_FFT),
-        center=True,
-        return_complex=True,
-    )  # [bins, F + 1]
-    power = spectrum[:, :-1].abs() ** 2
-    mel = torch.from_numpy(mel_filters(n_mels)) @ power
-    log = mel.clamp(min=1e-10).log10()
-    log = torch.maximum(log, log.max() - 8.0)
-    return ((log + 4.0) / 4.0)[None]
+    return window_mel(samples, window_s * SAMPLE_RATE_HZ, n_mels)[None]
 
 
 class SelfAttention(nn.Module):

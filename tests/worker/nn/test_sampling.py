@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from worker.nn.sampling import Sampling, sample, uniform
+from worker.nn.sampling import Sampling, penalise, sample, uniform
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.0]])
 HOT = Sampling(temperature=1.0)
@@ -106,3 +106,16 @@ def test_batched_row_equals_single():
 def test_draw_depends_on_seed_and_position_only():
     assert uniform(4, 9) == uniform(4, 9)
     assert len({uniform(seed, position) for seed in range(20) for position in range(20)}) == 400
+
+
+def test_length_penalty_makes_endings_less_likely_whatever_their_sign():
+    setting = Sampling(endings=(1, 3), length_penalty=2.0)
+
+    assert penalise(LOGITS, [setting], [()]).tolist() == [[1.0, 1.5, 2.0, -2.0, 0.0]]
+    assert one(setting) == 2
+
+
+def test_length_penalty_comes_on_top_of_the_repetition_penalty():
+    setting = Sampling(endings=(1,), length_penalty=2.0, repetition_penalty=1.5)
+
+    assert penalise(LOGITS, [setting], [(1, 3)]).tolist() == [[1.0, 1.0, 2.0, -1.5, 0.0]]

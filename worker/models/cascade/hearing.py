@@ -22,9 +22,9 @@ from torch import Tensor
 
 from worker.engine.contract import Op
 from worker.models.cascade.weights import WhisperWeights
+from worker.nn.mel import SAMPLE_RATE_HZ
 from worker.nn.whisper import (
     POSITIONS_PER_S,
-    SAMPLE_RATE_HZ,
     WINDOWS_S,
     TextRows,
     WhisperCache,

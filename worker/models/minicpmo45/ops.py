@@ -6,17 +6,21 @@ Payloads are plain values; tensors in them lie on the model's device and are onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.nn.sampling import Sampling
-from worker.nn.speech import SpeechRequest
 from worker.nn.text_sampling import DuplexSampling
+
+FEED_BUCKETS = (16, 32, 96, 224, 512)
+"""Rows of one prefill op: a second of sound, the same behind closing tokens, with pictures."""
+MAX_FEED_ROWS = FEED_BUCKETS[-1]
+"""About 10 ms of one H200, so that nobody waits long behind a long prompt."""
 
 PREPARE_INPUT = "prepare_input"
 """`InputRequest` -> `PreparedInput`. On the host lane: mel frames, image slices."""
@@ -54,7 +58,7 @@ class Choice:
     recent: NDArray[np.int64]
     """Token ids the penalty looks at, latest last, already cut to its window."""
     forbidden: frozenset[int] | None = None
-    """Ids besides the tokenizer's bad ones that must not be chosen (`Sampling` only)."""
+    """Ids that must not be chosen (`Sampling` only)."""
 
 
 Piece = tuple[int, ...] | Tensor
@@ -63,14 +67,27 @@ Piece = tuple[int, ...] | Tensor
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Known input at the end of a slot's context."""
+    """Known input of a slot's context; at most `MAX_FEED_ROWS` rows."""
 
     slot: int
     start: int
-    """Position of the first row: the context's length before."""
+    """Position of the first row."""
     pieces: tuple[Piece, ...]
     choice: Choice | None = None
     """None: nothing is chosen; the logits of the last row stay with the slot all the same."""
+    is_inside: bool = False
+    """Positions behind it are in use, so that nothing may be written there, no padding either."""
+
+    @property
+    def n_rows(self) -> int:
+        return sum(map(len, self.pieces))
+
+    @property
+    def bucket(self) -> Hashable:
+        """Requests of one bucket may be padded to one size and run together."""
+        if self.is_inside:
+            return ("inside", self.n_rows)
+        return next(size for size in FEED_BUCKETS if self.n_rows <= size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +142,9 @@ class ClipRequest:
     """16 kHz."""
     is_chunked: bool
     """Whether a frame sees its own second and what came before only."""
+    padded_frames: int = 0
+    """Mel frames of the longest clip of the request, where a shorter one hears padding as far
+    (`compat.short_clips_hear_padding`); 0 = it hears itself only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +178,10 @@ class VocodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class MoveRequest:
-    """Positions `start .. end - 1` of a slot's context move to `target ..`; keys are turned."""
+    """Positions `start .. end - 1` of a slot's cache move to `target ..`; keys are turned."""
 
     slot: int
     start: int
     end: int
     target: int
-
-
-__all__ = ["SpeechRequest"]  # re-exported: the payload of SPEAK
-_ = (Sequence, field)
+    cache: Literal["context", "speech"] = "context"

@@ -1,0 +1,1 @@
+"""Triton kernels, for GPUs only. Each has a twin of plain torch operations that it is tested by."""

@@ -1,0 +1,362 @@
+"""Speech head: what the language model says, as speech tokens of 40 ms each.
+
+MiniCPM-o 4.5 reference, `MiniCPMTTS` (a Llama decoder over 6561 codes and an end code). Every text
+token becomes one condition row: its own embedding plus the projected hidden state that the
+language model had at it. The codes follow behind the rows and an audio-BOS row, each one drawn
+from the decoder's output at the row before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from worker.nn.code_sampling import CodeRows, CodeSampling, code_probabilities, draw_codes
+from worker.nn.decoder import DecoderConfig, DecoderStack, KvCache, Rows, stack_weights
+from worker.nn.speech_request import SpeechRequest
+from worker.nn.text_sampling import to_device
+
+__all__ = [
+    "CodeSampling",
+    "SpeechConfig",
+    "SpeechHead",
+    "SpeechRequest",
+    "SpeechTrace",
+    "fold_weight_norm",
+    "speech_weights",
+]
+
+INPUT_STEP = 32
+"""Inputs are padded to multiples of this on an accelerator, so that few shapes occur."""
+SPAN_STEP = 128
+"""The same for how far attention looks."""
+RUN = 26
+"""Steps between two looks at whether all rows have ended: one duplex unit needs none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechConfig:
+    llm_dim: int
+    hidden_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    n_codes: int
+    """Rows of the code embedding; the last one is the end code."""
+    n_text_tokens: int
+    audio_bos_id: int
+    """Row of the text embedding that announces codes."""
+    text_eos_id: int
+    """Row of the text embedding that closes the text (chat and half duplex)."""
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    temperature: float = 0.8
+    top_p: float = 0.85
+    top_k: int = 25
+    repetition_penalty: float = 1.05
+    normalize: bool = True
+    """Projected hidden states get length 1."""
+
+    @property
+    def end_code(self) -> int:
+        return self.n_codes - 1
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """Shape of the blocks, also for `KvCache.allocate`."""
+        return DecoderConfig(
+            vocab_size=self.n_codes,
+            hidden_size=self.hidden_size,
+            n_layers=self.n_layers,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            ffn_size=self.ffn_size,
+            rope_theta=self.rope_theta,
+            norm_eps=self.norm_eps,
+        )
+
+    def unit_sampling(self, is_greedy: bool = False) -> CodeSampling:
+        """How a duplex unit draws: no filters."""
+        return CodeSampling(
+            temperature=self.temperature,
+            repetition_penalty=self.repetition_penalty,
+            is_greedy=is_greedy,
+        )
+
+    def text_sampling(self, is_greedy: bool = False, first_is_free: bool = True) -> CodeSampling:
+        """How chat and half duplex draw: nucleus and top k."""
+        return CodeSampling(
+            temperature=self.temperature,
+            repetition_penalty=self.repetition_penalty,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            is_greedy=is_greedy,
+            first_is_free=first_is_free,
+        )
+
+
+@dataclass(slots=True)
+class SpeechTrace:
+    """What a run went through, for tests: one entry per draw, rows in the order of the requests."""
+
+    probabilities: list[Tensor] = field(default_factory=list)
+    """Final distributions `[B, V]`."""
+    drawn: list[Tensor] = field(default_factory=list)
+    """Codes, the dropped last one and the end code included, int64 `[B]`. Rows that have ended
+    repeat the end code; what follows a row's own `max_new` means nothing."""
+
+
+class SpeechHead(nn.Module):
+    """The blocks with their embeddings, the projector and the code head.
+
+    It owns weights only; the cache (`KvCache.allocate(config.decoder, ...)`) is handed in.
+    """
+
+    def __init__(self, config: SpeechConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.stack = DecoderStack(config.decoder)
+        self.emb_text = nn.Embedding(config.n_text_tokens, config.hidden_size)
+        self.emb_code = nn.Embedding(config.n_codes, config.hidden_size)
+        self.head_code = nn.Linear(config.hidden_size, config.n_codes, bias=False)
+        self.projector_in = nn.Linear(config.llm_dim, config.hidden_size)
+        self.projector_out = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Bring hidden states of the language model `[n, D_llm]` to the head's width `[n, D]`."""
+        hidden = hidden.to(self.projector_in.weight.dtype)
+        return self.projector_out(functional.relu(self.projector_in(hidden)))
+
+    def condition(
+        self, text_ids: Tensor, hidden: Tensor, normalize: bool | Tensor | None = None
+    ) -> Tensor:
+        """Return the condition rows of text tokens, `[n, D]`, without EOS and BOS.
+
+        Args:
+            text_ids: int64 `[n]`.
+            hidden: `[n, D_llm]`.
+            normalize: whether projected states get length 1, or bool `[n]`; None = as configured.
+        """
+        projected = self.project(hidden)
+        if normalize is None:
+            normalize = self.config.normalize
+        if normalize is not False:
+            unit = functional.normalize(projected.float(), dim=-1, eps=1e-12).to(projected.dtype)
+            if isinstance(normalize, Tensor):
+                projected = torch.where(normalize[:, None], unit, projected)
+            else:
+                projected = unit
+        return self.emb_text(text_ids) + projected
+
+    def inputs(self, requests: Sequence[SpeechRequest], width: int) -> Tensor:
+        """Return the input rows of requests, padded at the end to `[B, width, D]`."""
+        ids = np.zeros((3, len(requests), width), dtype=np.int64)  # text id, code, is it a code
+        places: list[int] = []
+        for row, request in enumerate(requests):
+            texts, codes = request.input_ids(self.config.text_eos_id, self.config.audio_bos_id)
+            ids[0, row, : len(texts)] = texts
+            ids[1, row, len(texts) : len(texts) + len(codes)] = codes
+            ids[2, row, len(texts) : len(texts) + len(codes)] = 1
+            if request.last_code is None:
+                places += range(row * width, row * width + len(request.text_ids))
+        device = self.emb_text.weight.device
+        texts_, codes_, is_code = to_device(ids, device)
+        x = torch.where(is_code[..., None] > 0, self.emb_code(codes_), self.emb_text(texts_))
+        if not places:
+            return x
+        index = to_device(np.array(places, dtype=np.int64), device)
+        conditions = self.condition(texts_.flatten()[index], *self._hidden(requests))
+        return x.flatten(0, 1).index_copy(0, index, conditions).view_as(x)
+
+    def _hidden(self, requests: Sequence[SpeechRequest]) -> tuple[Tensor, Tensor]:
+        """Return all hidden states one below the other, and which of them are normalised."""
+        with_text = [r for r in requests if r.last_code is None and r.text_ids]
+        flags: list[bool] = []
+        for r in with_text:
+            wanted = self.config.normalize if r.normalize is None else r.normalize
+            flags += [wanted] * len(r.text_ids)
+        hidden = torch.cat([r.hidden for r in with_text if r.hidden is not None])
+        return hidden, to_device(np.array(flags, dtype=bool), hidden.device)
+
+    @torch.inference_mode()
+    def speak(
+        self,
+        cache: KvCache,
+        requests: Sequence[SpeechRequest],
+        trace: SpeechTrace | None = None,
+    ) -> list[tuple[tuple[int, ...], bool]]:
+        """Run requests of different slots in lockstep.
+
+        On an accelerator nothing is read back before the end of a run of up to `RUN` steps; rows
+        that have ended go on as padding.
+
+        Args:
+            cache: written in place; `SpeechRequest` says which positions are live afterwards.
+            requests: any lengths, starts and settings; no slot twice.
+            trace: filled with what every draw saw.
+
+        Returns:
+            Per request its codes, without the end code, and whether the end code was drawn.
+
+        Raises:
+            ValueError: a request does not fit into its slot, or lacks draws or hidden states.
+        """
+        for request in requests:
+            request.check(cache.n_tokens)
+        groups = self._groups(requests)
+        order = [row for _, rows in groups for row in rows]
+        ordered = [requests[row] for row in order]
+        hidden = torch.cat(
+            [self._feed_inputs(cache, [requests[r] for r in rows], n) for n, rows in groups]
+        )
+        drawn = self._run(cache, ordered, hidden, trace)
+        results: dict[int, tuple[tuple[int, ...], bool]] = {
+            row: request.outcome(codes, self.config.end_code)
+            for row, request, codes in zip(order, ordered, drawn, strict=True)
+        }
+        if trace is not None:
+            back = torch.tensor(order).argsort().to(hidden.device)
+            trace.probabilities = [p[back] for p in trace.probabilities]
+            trace.drawn = [codes[back] for codes in trace.drawn]
+        return [results[row] for row in range(len(requests))]
+
+    def _groups(self, requests: Sequence[SpeechRequest]) -> list[tuple[int, list[int]]]:
+        """Return (width, rows) of the prefills: rows of about the same length go together."""
+        buckets: dict[int, list[int]] = {}
+        for row, request in enumerate(requests):
+            n = request.n_inputs
+            width = 1 if n == 1 else _rounded_up(n, INPUT_STEP)  # 1 is a decode step
+            buckets.setdefault(width, []).append(row)
+        if _is_host(self.emb_text.weight.device):  # shapes are free there, work is not
+            return [(max(requests[r].n_inputs for r in rows), rows) for rows in buckets.values()]
+        return list(buckets.items())
+
+    def _feed_inputs(self, cache: KvCache, requests: Sequence[SpeechRequest], width: int) -> Tensor:
+        """Feed the inputs of one group; return the state at each row's last input, `[B, D]`."""
+        device = self.emb_text.weight.device
+        table = np.array([(r.slot, r.start, r.n_inputs) for r in requests], dtype=np.int64)
+        slots, starts, counts = to_device(np.ascontiguousarray(table.T), device)
+        positions = cache.positions(starts, counts, width)
+        reach = _reach(cache, requests, [r.start + r.n_inputs for r in requests], device)
+        x = self.stack.feed(cache, self.inputs(requests, width), slots, positions, reach)
+        return x[torch.arange(len(requests), device=device), counts - 1]
+
+    def _run(
+        self,
+        cache: KvCache,
+        requests: Sequence[SpeechRequest],
+        hidden: Tensor,
+        trace: SpeechTrace | None,
+    ) -> list[list[int]]:
+        """Draw codes behind the inputs; return every row's draws, the end code included."""
+        device, end_code = hidden.device, self.config.end_code
+        n_steps = max(r.max_new for r in requests)
+        n_draws = max(r.max_new if trace is not None else r.n_draws for r in requests)
+        if not n_draws:
+            return [[] for _ in requests]
+        rows = CodeRows.build(
+            [r.sampling for r in requests],
+            [r.recent for r in requests],
+            [r.draws for r in requests],
+            [r.min_new for r in requests],
+            [r.sampling.first_is_free and r.last_code is None for r in requests],
+            self.config.n_codes,
+            n_steps,
+            device,
+        )
+        table = [(r.slot, r.start + r.n_inputs, r.max_new) for r in requests]
+        slots, positions, limits = to_device(np.array(table, dtype=np.int64).T.copy(), device)
+        recent, ended = rows.recent, torch.zeros_like(slots, dtype=torch.bool)
+        drawn: list[Tensor] = []
+        for step in range(n_draws):
+            probabilities = code_probabilities(self.head_code(hidden), rows, recent, step)
+            codes = draw_codes(probabilities, rows, step).masked_fill(ended, end_code)
+            drawn.append(codes)
+            if trace is not None:
+                trace.probabilities.append(probabilities)
+            recent = torch.cat((recent[:, 1:], codes[:, None]), dim=1)
+            ended = ended | (codes == end_code)
+            is_over = ended | (limits <= step + 1)
+            if step + 1 == n_steps or (_may_look(step, device) and bool(is_over.all())):
+                break
+            positions = positions.masked_fill(is_over, cache.spare)  # from here on padding
+            reach = _step_reach(cache, requests, positions, device)
+            x = self.emb_code(codes)[:, None]
+            hidden = self.stack.feed(cache, x, slots, positions[:, None], reach)[:, 0]
+            positions = positions + 1
+        if trace is not None:
+            trace.drawn += drawn
+        columns = torch.stack(drawn, dim=1).tolist()  # the one read-back
+        return [codes[: r.max_new] for codes, r in zip(columns, requests, strict=True)]
+
+
+def _is_host(device: torch.device) -> bool:
+    """Whether the host can read tensors without waiting, and shapes need not repeat."""
+    return device.type == "cpu"
+
+
+def _may_look(step: int, device: torch.device) -> bool:
+    """Whether the host may ask if all rows are over: a wait for an accelerator, free on a CPU."""
+    return _is_host(device) or (step + 1) % RUN == 0
+
+
+def _reach(
+    cache: KvCache, requests: Sequence[SpeechRequest], ends: Sequence[int], device: torch.device
+) -> Rows | int:
+    """Exact rows on a CPU, a span that few shapes share elsewhere."""
+    if _is_host(device):
+        return Rows(tuple(r.slot for r in requests), tuple(ends))
+    return min(_rounded_up(max(ends), SPAN_STEP), cache.n_tokens)
+
+
+def _step_reach(
+    cache: KvCache, requests: Sequence[SpeechRequest], positions: Tensor, device: torch.device
+) -> Rows | int:
+    """As `_reach` for a step; elsewhere than on a CPU the host only knows how far a run may get."""
+    if not _is_host(device):
+        return _reach(cache, requests, [r.end for r in requests], device)
+    # What padding looks at does not matter, but it has to be something.
+    ends = [p + 1 if p < cache.spare else 1 for p in positions.tolist()]
+    return _reach(cache, requests, ends, device)
+
+
+def _rounded_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def speech_weights(source: Mapping[str, Tensor], config: SpeechConfig) -> dict[str, Tensor]:
+    """Rename the checkpoint's tensors, stack what is stacked and fold the head's weight norm.
+
+    Args:
+        source: names relative to `tts.`; the unused tables (`model.embed_tokens`, `projector_spk`)
+            may be there.
+
+    Raises:
+        KeyError: a tensor is missing.
+    """
+    stack = stack_weights(source, config.decoder)
+    weights = {f"stack.{name}": tensor for name, tensor in stack.items()}
+    weights["emb_text.weight"] = source["emb_text.weight"]
+    weights["emb_code.weight"] = source["emb_code.0.weight"]
+    parametrised = "head_code.0.parametrizations.weight"
+    weights["head_code.weight"] = fold_weight_norm(
+        source[f"{parametrised}.original0"], source[f"{parametrised}.original1"]
+    )
+    for ours, theirs in (("projector_in", "linear1"), ("projector_out", "linear2")):
+        for part in ("weight", "bias"):
+            weights[f"{ours}.{part}"] = source[f"projector_semantic.{theirs}.{part}"]
+    return weights
+
+
+def fold_weight_norm(gain: Tensor, direction: Tensor) -> Tensor:
+    """Return `gain * direction / |direction|` per row, computed in fp32, dtype of `direction`."""
+    wide = direction.float()
+    return (gain.float() * wide / wide.norm(dim=1, keepdim=True)).to(direction.dtype)
