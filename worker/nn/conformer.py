@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.nn.causal import RowConv, resume
+from worker.nn.streaming import RowConv, attend, resume
 
 FRAMES_PER_TOKEN = 2
 TAIL_FRAMES = 100
@@ -195,7 +195,7 @@ class RelativeAttention(nn.Module):
             if visible is not None:
                 bias = bias.masked_fill(~visible, -math.inf)
             block = block + self.content_bias[:, None]
-            mixed.append(functional.scaled_dot_product_attention(block, k, v, attn_mask=bias))
+            mixed.append(attend(block, k, v, bias))
         joined = torch.cat(mixed, dim=2) if len(mixed) > 1 else mixed[0]
         return self.out(joined.transpose(1, 2).flatten(2))
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.nn.causal import RowConv, resume
+from worker.nn.streaming import RowConv, attend, resume
 
 HELD_FRAMES = 100
 """Lowest ranks, which stay for ever."""
@@ -162,9 +162,7 @@ class DitAttention(nn.Module):
             cache.values[window.rows[:, None], :, window.slots] = v.to(cache.values.dtype)
             keys = cache.keys.index_select(0, window.rows).to(q.dtype)
             values = cache.values.index_select(0, window.rows).to(q.dtype)
-            mixed = functional.scaled_dot_product_attention(
-                q, keys, values, attn_mask=window.visible
-            )
+            mixed = attend(q, keys, values, window.visible)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

@@ -137,10 +137,8 @@ class FlowCache:
         the same, so a NaN of an earlier session must not stay; clearing it once a turn spares
         every layer of every step a cleaned copy of its keys and values.
         """
-        for part in self._parts(row):
-            part.zero_()
-        for part, copy in zip(self._parts(row, n_frames), base, strict=True):
-            part.copy_(copy)
+        torch._foreach_zero_(list(self._parts(row)))  # some 400 tensors
+        torch._foreach_copy_(list(self._parts(row, n_frames)), list(base))
 
     def _parts(self, row: int, n_frames: int | None = None) -> Iterator[Tensor]:
         """Yield views of all that belongs to a row, or of what a prompt of `n_frames` fills."""

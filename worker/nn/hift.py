@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -349,7 +350,7 @@ def transform_tables(config: HiftConfig) -> dict[str, Tensor]:
     """
     n, n_bins = config.n_fft, config.n_bins
     # On the CPU even while a module is built on the meta device, where this imports the compiler.
-    fp64 = {"dtype": torch.float64, "device": torch.device("cpu")}
+    fp64: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     time = torch.arange(n, **fp64)
     window = 0.5 - 0.5 * (2 * math.pi * time / n).cos()
     angle = 2 * math.pi / n * torch.arange(n_bins, **fp64)[:, None] * time

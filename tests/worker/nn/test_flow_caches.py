@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from worker.nn import conformer as module
-from worker.nn.causal import RowConv, resume
 from worker.nn.conformer import (
     Conformer,
     ConformerCache,
@@ -20,6 +19,7 @@ from worker.nn.conformer import (
     list_span,
 )
 from worker.nn.dit import Dit, DitCache, DitConfig, rank_window, step_times, time_table
+from worker.nn.streaming import RowConv, attend, resume
 
 TINY = ConformerConfig(12, 16, n_heads=2, ffn_size=20, n_blocks=2, n_up_blocks=1)
 DIT = DitConfig(24, 6, depth=2, n_heads=2, head_dim=8, width=20, mlp_ratio=2.0, time_size=16)
@@ -221,7 +221,26 @@ def test_the_steps_grow_and_the_table_begins_with_cosines():
     assert float(table[1, 8]) == pytest.approx(float(torch.sin(torch.tensor(1000 * times[1]))))
 
 
-# ---- convolutions with a history
+# ---- what layers share
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_softmax_over_what_the_mask_leaves(dtype, kind):
+    q, k, v = (draw(2, 3, n, 8, seed=n).to(dtype) for n in (4, 11, 12))
+    v = v[:, :, :11]
+    visible = draw(2, 1, 1, 11, seed=3) > 0
+    bias = torch.where(visible, draw(2, 1, 1, 11), -torch.inf).to(dtype)
+    mask = visible if kind == "bool" else bias
+    for row, head in itertools.product(range(2), range(3)):
+        live = visible[row, 0, 0]
+        scores = q[row, head].double() @ k[row, head, live].double().T / 8**0.5
+        if kind == "bias":
+            scores += bias[row, 0, 0, live].double()
+        expected = (scores.softmax(-1) @ v[row, head, live].double()).float()
+        ours = attend(q, k, v, mask)[row, head].float()
+        loose = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else CLOSE
+        torch.testing.assert_close(ours, expected, **loose)
 
 
 def test_a_convolution_in_pieces_is_the_convolution_of_the_whole():

@@ -140,16 +140,16 @@ def test_anything_but_a_second_of_float32_is_refused(samples):
 
 @pytest.mark.parametrize("after", [0, 1, 12, 29])
 def test_a_copy_goes_on_like_the_original_whatever_that_one_did(after):
-    """Save and restore: the original hears other things meanwhile."""
-    heard = seconds(40, (160_100,))
+    """Save and restore: the original hears other things meanwhile, and its buffer slides."""
+    heard = seconds(40, (200_000,))
     uninterrupted, stream = StreamingMel(), StreamingMel()
     for samples in heard[:after]:
         uninterrupted.push(samples)
         stream.push(samples)
 
     saved = stream.copy()
-    for samples in seconds(9, (5000,)):
-        stream.push(samples)
+    for _ in range(12):
+        stream.push(np.zeros(16_000, np.float32))
 
     for samples in heard[after:]:
         assert torch.equal(saved.push(samples), uninterrupted.push(samples))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -318,10 +318,13 @@ def _read_out(
     size = model.n_speech_positions // 2
     samples = [NO_SAMPLES]
     for first in range(0, len(said), size):
-        part = Words(said[first : first + size], states[first : first + size], is_closing=False)
-        words = replace(part, is_closing=first + size >= len(said))
+        is_last = first + size >= len(said)
+        words = Words(said[first : first + size], states[first : first + size], is_last)
         made = yield from say(
-            model, utterance, words, state.draws, DEADLINE, max_new=MAX_CODES, min_new=MIN_CODES
+            *(model, utterance, words, state.draws, DEADLINE),
+            is_last=is_last,
+            max_new=MAX_CODES,
+            min_new=MIN_CODES,
         )
         samples.append(made)
     return np.concatenate(samples)

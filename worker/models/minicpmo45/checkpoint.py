@@ -183,7 +183,7 @@ def read_headers(folder: Path) -> dict[str, Entry]:
     )
     if not paths:
         raise ModelLoadError(f"{folder} holds no *.safetensors file; is the checkpoint whole?")
-    missing = [path.name for path in paths if not path.is_file()]
+    missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise ModelLoadError(
             f"{folder} lacks {', '.join(missing)}, named in its index; download the checkpoint "

@@ -231,14 +231,14 @@ def sampling_of(settings: DuplexSettings) -> DuplexSampling:
 def unit(model: MiniCpmO45, state: Duplex, unit: Unit) -> Program:
     """One second: take in, decide, speak, close.
 
-    A unit that fails leaves the context as it was before.
+    A unit that fails leaves the context as it was before, and the voice at a fresh start.
 
     Raises:
         BadImage: the frames have more slices than a unit can hold.
         ContextFull: there is no window and no room.
     """
     costs = Costs(state.clock)
-    before = state.n_tokens, state.pending
+    before = state.n_tokens, state.pending, state.turn_is_open
     n_before = state.context_tokens
     state.window.check_room(n_before)
     is_done = False
@@ -258,7 +258,9 @@ def unit(model: MiniCpmO45, state: Duplex, unit: Unit) -> Program:
         is_done = True
     finally:
         if not is_done:
-            state.n_tokens, state.pending = before
+            state.n_tokens, state.pending, state.turn_is_open = before
+            # How far the vocoder came is not known.
+            state.reset_speech()
     if decision.was_interrupted:
         state.interrupt_asked = False
     state.spoke_last = not decision.is_listen

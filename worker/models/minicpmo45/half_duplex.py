@@ -9,7 +9,8 @@ streaming encoder) and its session-wide settings kept in the session.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -314,13 +315,14 @@ def generate(model: MiniCpmO45, state: HalfDuplex, saves: bool = False) -> Progr
         n_next = min(CHUNK_TOKENS, n_most - len(sampler.said))
         words, token = yield from _next_words(model, state, sampler, token, n_next, deadline)
         is_over = token in sampler.endings or len(sampler.said) == n_most
-        words = replace(words, is_closing=is_over)
         texts.append("".join(map(stream.push, words.ids)) + (stream.flush() if is_over else ""))
         yield Emit(Delta(texts[-1], token_ids=words.ids))
         deadline = model.clock() + REPLY_S
         if voice is not None:
             made = yield from say(
-                model, voice, words, state.draws, deadline, max_new=MAX_CHUNK_CODES
+                *(model, voice, words, state.draws, deadline),
+                is_last=is_over,
+                max_new=MAX_CHUNK_CODES,
             )
             samples.append(made)
     if model.compat.window_registers_retokenised_text:
@@ -354,7 +356,7 @@ def _next_words(
         states.append(fed.hidden)
         token = _chosen(fed)
     sampler.close_chunk()
-    return Words(tuple(ids), tuple(states), is_closing=False), token
+    return Words(tuple(ids), tuple(states), token in sampler.endings), token
 
 
 def _whole_chunks(n_tokens: int) -> int:
@@ -413,6 +415,7 @@ class Sampler:
         self._n_closed = len(self.said) + 1
 
 
+@lru_cache(maxsize=2)
 def unspeakable(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that a spoken text must not contain."""
     found = (tokenizer.token_id(sign) for sign in UNSPEAKABLE)

@@ -54,25 +54,26 @@ def check_tensors(
         for name, shape in expected.items()
         if name not in entries
     ]
+    paths = {entry.path: None for entry in entries.values()}  # in order, each once
     for name, entry in entries.items():
         shape = expected.get(name)
+        place = f"{entry.path.name}: " if len(paths) > 1 else ""
         if shape is None and not is_spare(name):
-            problems.append(f"{name} {list(entry.shape)} belongs to no part")
+            problems.append(f"{place}{name} {list(entry.shape)} belongs to no part")
         elif shape is not None and entry.shape != shape:
-            problems.append(f"{name} is {list(entry.shape)}, expected {list(shape)}")
+            problems.append(f"{place}{name} is {list(entry.shape)}, expected {list(shape)}")
         elif shape is not None and not entry.is_float:
-            problems.append(f"{name} is of type {entry.dtype}, expected BF16, F16 or F32")
+            problems.append(f"{place}{name} is of type {entry.dtype}, expected BF16, F16 or F32")
     if not problems:
         return
-    n_files = len({entry.path for entry in entries.values()})
-    place = next((str(entry.path) for entry in entries.values()), "no file")
-    if n_files > 1:
-        place += f" and {n_files - 1} more files"
+    files = str(next(iter(paths), "no file"))
+    if len(paths) > 1:
+        files += f" and {len(paths) - 1} more"
     shown = problems[:MAX_PROBLEMS]
     if len(problems) > len(shown):
         shown.append(f"... and {len(problems) - len(shown)} more")
     raise ModelLoadError(
-        f"{len(problems)} tensors of {place} do not fit {by}: "
+        f"{len(problems)} tensor{'s' if len(problems) > 1 else ''} of {files} do not fit {by}:"
         + "".join(f"\n  {line}" for line in shown)
     )
 

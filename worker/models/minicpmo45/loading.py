@@ -100,6 +100,7 @@ def from_folder(
         assets: folder of the token2wav files; None = the checkpoint's own.
     """
     tokenizer = Tokenizer.read(folder)
+    config.check_tokenizer(tokenizer.n_ids)
     if assets is None:
         assets = folder / "assets" / "token2wav"
     # What is small is read first: whatever is wrong with it is known at once.

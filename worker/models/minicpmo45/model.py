@@ -103,6 +103,7 @@ class MiniCpmO45:
         self.n_speech_positions = options.n_speech_positions
         self._load = load
         self._runners: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {}
+        self._id_sets: dict[frozenset[int], Tensor] = {}
 
     # ---- start
 
@@ -358,13 +359,19 @@ class MiniCpmO45:
         logits = logits[self._ints(rows)]
         for row, choice in enumerate(taken):
             if choice.forbidden:
-                logits[row, self._ints(sorted(choice.forbidden))] = -torch.inf
+                logits[row, self._forbidden(choice.forbidden)] = -torch.inf
         return sample(
             logits,
             [choice.sampling for choice in taken],  # type: ignore[misc]
             [choice.recent.tolist() for choice in taken],
             [choice.draws[1] for choice in taken],
         )
+
+    def _forbidden(self, ids: frozenset[int]) -> Tensor:
+        """Ids as a tensor, which is kept: the programs know two such sets, thousands of ids."""
+        if ids not in self._id_sets:
+            self._id_sets[ids] = self._ints(sorted(ids))
+        return self._id_sets[ids]
 
     def _speak(self, requests: Sequence[SpeechRequest]) -> list[Spoken]:
         spoken = self.parts.speech.speak(self.speech_cache, requests)

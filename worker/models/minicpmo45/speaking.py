@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -112,7 +112,7 @@ class Words:
     states: tuple[Tensor, ...]
     """`[D]` each."""
     is_closing: bool
-    """The text ends with them."""
+    """The text ends with them of its own accord, which the speech head is told."""
 
     def stacked(self) -> Tensor | None:
         return torch.stack(self.states) if self.states else None
@@ -160,17 +160,21 @@ def say(
     draws: Draws,
     deadline: float,
     *,
+    is_last: bool,
     max_new: int,
     min_new: int = 0,
 ) -> Program:
     """Say words. Every second of sound is emitted as a `Delta`; the value is all samples.
 
     Args:
+        is_last: no words follow, so nothing waits for more codes.
         max_new: most draws for these words; without an end the last one is not used.
         min_new: as many draws cannot be the end.
     """
     yield from _make_place(utterance, deadline)
     utterance.last_start = utterance.position
+    # Only the very first code of a turn is drawn without penalty and filters.
+    sampling = replace(utterance.sampling, first_is_free=not utterance.codes)
     said: list[int] = []
     samples: list[NDArray[np.float32]] = []
     n_drawn, is_over = 0, False
@@ -188,7 +192,7 @@ def say(
             max_new=n,
             min_new=max(0, min_new - n_drawn),
             draws=() if utterance.sampling.is_greedy else tuple(draws.codes(n)),
-            sampling=utterance.sampling,
+            sampling=sampling,
             recent=utterance.recent,
             drops_last=n_drawn + n == max_new,
         )
@@ -200,8 +204,7 @@ def say(
         said += spoken.codes
         utterance.codes += spoken.codes
         utterance.buffer.push(spoken.codes)
-        is_last = words.is_closing and is_over
-        samples += yield from _vocode(model, utterance, is_last, deadline)
+        samples += yield from _vocode(model, utterance, is_last and is_over, deadline)
     utterance.last = words, tuple(said)
     if utterance.n_said == 0:
         utterance.first_end = utterance.position

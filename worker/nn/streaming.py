@@ -1,10 +1,12 @@
-"""Convolutions along the rows of `[B, N, D]` that go on where the row's last call ended.
+"""What layers that work in chunks of some 50 frames share: convolution and attention.
 
-As products of windows with a matrix: a chunk is some 50 frames wide, and every number of frames
-would otherwise ask the convolution library for a plan of its own.
+Convolutions go on where the row's last call ended. They are products of windows with a matrix:
+every number of frames would otherwise ask the convolution library for a plan of its own.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -42,3 +44,20 @@ def resume(x: Tensor, n_before: int, history: Tensor | None, rows: Tensor | None
     joined = torch.cat((history.index_select(0, rows).to(x.dtype), x), dim=1)
     history.index_copy_(0, rows, joined[:, -n_before:].to(history.dtype))
     return joined
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of few queries `[B, H, N, d]` over many keys `[B, H, S, d]`: `[B, H, N, d]`.
+
+    The fused kernel for fp32 walks along the keys with one block of threads per head. For 50
+    queries of 16 heads and 672 keys it takes 88 us, these products 16 us (H200, TF32, compiled; 98
+    and 46 us for eight rows, 274 and 175 us for 32). In bf16 the fused one is as fast or faster.
+
+    Args:
+        mask: bool (True = look) or a bias that is added, broadcastable to `[B, H, N, S]`.
+    """
+    if q.dtype != torch.float32:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(dim=-1) @ v

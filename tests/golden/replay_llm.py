@@ -1,0 +1,117 @@
+"""The language model's part of the trace `llm_tts`: logits, hidden states, caches, turned keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.golden.checkpoint import load_tensors
+from tests.golden.compare import Trace
+from worker.nn.decoder import Decoder, DecoderConfig, KvCache, Rows, decoder_weights, turn_keys
+
+PREFIX = "llm."
+SLOT = 1
+
+
+def replay_llm(trace: Trace, folder: Path) -> None:
+    """Feed the trace's tokens and embeddings as it says; compare everything that came out."""
+    config = llm_config(folder)
+    decoder = load_decoder(folder, config)
+    ids, mid = trace.take("ids"), trace.take("mid_embeds")
+    n_prefill = trace.given("prefill")
+    trace.equal("decode", len(ids) - n_prefill)
+    trace.excuse("order", "a sentence for people; the pieces below are what it says")
+    pieces = [
+        decoder.embed(ids[None, :n_prefill]),
+        mid[None],
+        *decoder.embed(ids[n_prefill:])[:, None, None],
+    ]
+    n_tokens = sum(piece.shape[1] for piece in pieces)
+    for padding in (0, 5):  # padded feeds take the way of compiled regions: spans, no exact rows
+        cache, hidden = feed(decoder, pieces, n_tokens, padding)
+        trace.check("hidden", hidden)
+        trace.check("logits", decoder.head(hidden))
+        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+            for kind, tensor in (("key", keys), ("value", values)):
+                name = f"cache.layer{layer}.{kind}"
+                if trace.has(name):
+                    trace.check(name, tensor[SLOT, :, :n_tokens])
+    replay_rotation(trace, config)
+
+
+def feed(
+    decoder: Decoder, pieces: list[Tensor], n_tokens: int, padding: int
+) -> tuple[KvCache, Tensor]:
+    """Feed pieces `[1, n, D]` one by one; return the cache and all hidden states `[n, D]`."""
+    cache = KvCache.allocate(decoder.config, SLOT + 1, n_tokens)
+    for slot in range(SLOT + 1):
+        cache.poison(slot)
+    hidden, start = [], 0
+    for piece in pieces:
+        n_new = piece.shape[1]
+        x = torch.nn.functional.pad(piece, (0, 0, 0, padding), value=torch.nan)
+        positions = cache.positions(torch.tensor([start]), torch.tensor([n_new]), n_new + padding)
+        reach = n_tokens if padding else Rows((SLOT,), (start + n_new,))
+        hidden.append(decoder.feed(cache, x, torch.tensor([SLOT]), positions, reach)[0, :n_new])
+        start += n_new
+    return cache, torch.cat(hidden)
+
+
+def replay_rotation(trace: Trace, config: DecoderConfig) -> None:
+    """Turn keys that move, by themselves and in a cache."""
+    given = {key: trace.given(f"rotate.{key}") for key in ("old_start", "new_start", "theta")}
+    start, target, theta = given["old_start"], given["new_start"], given["theta"]
+    keys = trace.take("rotate.in")
+    n_keys = keys.shape[2]
+    trace.equal("rotate.length", n_keys)
+    trace.check("rotate.out", turn_keys(keys, target - start, theta))
+
+    layout = DecoderConfig(
+        vocab_size=1,
+        hidden_size=1,
+        n_layers=1,
+        n_heads=keys.shape[1],
+        n_kv_heads=keys.shape[1],
+        head_dim=keys.shape[3],
+        ffn_size=1,
+        rope_theta=config.rope_theta,
+        norm_eps=config.norm_eps,
+    )
+    cache = KvCache.allocate(layout, 1, max(start, target) + n_keys)
+    cache.keys[0][:, :, start : start + n_keys] = keys
+    cache.move(0, start, start + n_keys, target, theta)
+    trace.check("rotate.out", cache.keys[0][:, :, target : target + n_keys])
+
+
+def llm_config(folder: Path) -> DecoderConfig:
+    """Shape of the language model from the flat fields of config.json."""
+    fields = json.loads((folder / "checkpoint" / "config.json").read_text(encoding="utf-8"))
+    n_heads = fields["num_attention_heads"]
+    return DecoderConfig(
+        vocab_size=fields["vocab_size"],
+        hidden_size=fields["hidden_size"],
+        n_layers=fields["num_hidden_layers"],
+        n_heads=n_heads,
+        n_kv_heads=fields["num_key_value_heads"],
+        head_dim=fields.get("head_dim") or fields["hidden_size"] // n_heads,
+        ffn_size=fields["intermediate_size"],
+        rope_theta=fields["rope_theta"],
+        norm_eps=fields["rms_norm_eps"],
+        qk_norm=True,
+        tied_head=fields["tie_word_embeddings"],
+    )
+
+
+def load_decoder(folder: Path, config: DecoderConfig) -> Decoder:
+    source = {
+        name.removeprefix(PREFIX): tensor
+        for name, tensor in load_tensors(folder).items()
+        if name.startswith(PREFIX)
+    }
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder.load_state_dict(decoder_weights(source, config), strict=True, assign=True)
+    return decoder.eval()
