@@ -162,6 +162,8 @@ class Compat(Section):
     """Samples are rounded to 16 bit on the way."""
     short_chunks_start_with_silence: bool = True
     """A non-final unit with less than one second of voice is filled up in front."""
+    long_clips_hear_padding: bool = False
+    """Of a clip of more than 30 s, the last piece hears as much padding as sound."""
     answer_strips_character_set: bool = False
     """Chat answers lose id 0 and all trailing characters of the set `<|tseo_>`."""
     window_registers_retokenised_text: bool = False

@@ -3,10 +3,10 @@
     python -m tests.bench.bench_decoder --out tests/bench/results/decoder-h200.json
 
 Per-layer `torch.compile`, captured in CUDA graphs: a decode step (final norm and head included) at
-several batch sizes and live lengths, over a common span and with the kernel that reads live
-positions only; and the prefill of the usual buckets at the end of a long context. Beside the
+several batch sizes and live lengths, and the prefill of the usual buckets at the end of a long
+context, each over a common span and with the kernels that read live positions only. Beside the
 times stand the checks that the captured step equals the compiled one bit for bit and that the
-kernel agrees with its twin. Prints a table and, as the last line, one JSON object.
+kernels agree with plain operations. Prints a table and, as the last line, one JSON object.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from tests.bench.provenance import provenance
-from worker.nn import attention
-from worker.nn.attention import Span
+from worker.nn import attention, decoder
 from worker.nn.decoder import Decoder, DecoderConfig, KvCache
 
 QWEN3_8B = DecoderConfig(
@@ -49,22 +48,23 @@ N_REPEATS = 50
 COPY_BYTES = 4 << 30
 DEVICE = "cuda"
 
-# Every kind of compiled decode step: reads live positions only?, further compiler options.
-DECODE_KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
+# Every kind of compiled call: with kernels?, further compiler options.
+KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
     "span": (False, {}),
     "live": (True, {}),
-    "live, tuned": (True, {"coordinate_descent_tuning": True}),
+    # Matrix-vector products as reductions of the compiler's own: for one row only.
+    "live-tuned": (True, {"coordinate_descent_tuning": True}),
 }
 
 
 def build(config: DecoderConfig) -> Decoder:
     """Return a model with random weights, made on the GPU."""
     with torch.device("meta"):
-        decoder = Decoder(config).to(torch.bfloat16)
-    decoder = decoder.to_empty(device=DEVICE).requires_grad_(False).eval()
-    for name, parameter in decoder.named_parameters():
+        model = Decoder(config).to(torch.bfloat16)
+    model = model.to_empty(device=DEVICE).requires_grad_(False).eval()
+    for name, parameter in model.named_parameters():
         parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02)
-    return decoder
+    return model
 
 
 def filled_cache(config: DecoderConfig, n_slots: int) -> KvCache:
@@ -74,18 +74,29 @@ def filled_cache(config: DecoderConfig, n_slots: int) -> KvCache:
     return cache
 
 
-def compiled_layers(decoder: Decoder, options: dict[str, Any]) -> list[Any]:
+def compile_calls(model: Decoder, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Compile both call sites of every layer; return the compiled head."""
     torch._dynamo.reset()  # every kind and size gets its own graph, under its own limit
-    return [
-        torch.compile(layer.forward, fullgraph=True, dynamic=False, options=options)
-        for layer in decoder.layers
-    ]
+
+    def compiled(function: Callable[..., Tensor]) -> Any:
+        return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+    model.decode_layers = [compiled(layer.forward) for layer in model.layers]
+    model.prefill_layers = [compiled(layer.forward) for layer in model.layers]
+    return compiled(model.head.forward)
 
 
 @contextmanager
-def reading(live: bool) -> Iterator[None]:
-    """Take the kernel away, so that decode steps read a common span."""
-    with patch.object(attention, "HAS_TRITON", live):
+def kernels(are_on: bool) -> Iterator[None]:
+    """Say whether the decoder has kernels, or reads common spans."""
+
+    def has_kernels(tensor: Tensor) -> bool:
+        return are_on
+
+    with (
+        patch.object(attention, "has_kernels", has_kernels),
+        patch.object(decoder, "has_kernels", has_kernels),
+    ):
         yield
 
 
@@ -112,10 +123,14 @@ class Captured:
         self.graph.replay()
         return self.result
 
-    def equals_compiled(self) -> bool:
+    def checks(self) -> dict[str, Any]:
         compiled = self.compiled().clone()
         self.result.fill_(torch.nan)
-        return torch.equal(self.run(), compiled)
+        return {
+            "captured_equals_compiled": torch.equal(self.run(), compiled),
+            "compile_s": round(self.compile_s, 1),
+            "capture_s": round(self.capture_s, 2),
+        }
 
 
 def median_ms(function: Callable[[], object]) -> tuple[float, float]:
@@ -142,14 +157,14 @@ def copy_rate() -> float:
     return round(2 * COPY_BYTES / ms / 1e9, 2)
 
 
-def floor_ms(decoder: Decoder, rate: float, kv_tokens: int) -> float:
+def floor_ms(model: Decoder, rate: float, kv_tokens: int) -> float:
     """Return the time of reading every weight once and these cached tokens."""
-    weights = size_of(decoder) - decoder.embed.weight.nbytes
-    return round((weights + kv_tokens * token_bytes(decoder.config)) / rate / 1e9, 2)
+    weights = size_of(model) - model.embed.weight.nbytes
+    return round((weights + kv_tokens * token_bytes(model.config)) / rate / 1e9, 2)
 
 
-def size_of(decoder: Decoder) -> int:
-    return sum(parameter.nbytes for parameter in decoder.parameters())
+def size_of(model: Decoder) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def token_bytes(config: DecoderConfig) -> int:
@@ -158,88 +173,70 @@ def token_bytes(config: DecoderConfig) -> int:
 
 class Bench:
     def __init__(self, config: DecoderConfig, n_slots: int) -> None:
-        self.decoder = build(config)
+        self.model = build(config)
         self.cache = filled_cache(config, n_slots)
         self.rate = copy_rate()
-        self.results: dict[str, Any] = {"decode": [], "prefill": []}
+        self.results: dict[str, list[dict[str, Any]]] = {"decode": [], "prefill": []}
 
-    def say(self, group: str, entry: dict[str, Any]) -> None:
+    def say(self, group: str, **entry: Any) -> None:
         self.results[group].append(entry)
         print(group, *(f"{key}={value}" for key, value in entry.items()), flush=True)
 
     def decode(self, kind: str, n_rows: int, lengths: list[int], profile: bool) -> None:
-        live, options = DECODE_KINDS[kind]
-        decoder, cache = self.decoder, self.cache
-        tokens = torch.randint(decoder.config.vocab_size, (n_rows,), device=DEVICE)
+        model, cache = self.model, self.cache
+        is_live, options = KINDS[kind]
+        tokens = torch.randint(model.config.vocab_size, (n_rows,), device=DEVICE)
         slots = torch.randperm(cache.keys[0].shape[0], device=DEVICE)[:n_rows]
         positions = torch.full((n_rows,), lengths[-1] - 1, device=DEVICE)
-        decoder.decode_layers = compiled_layers(decoder, options)
+        head = compile_calls(model, options)
 
         def step() -> Tensor:
-            return decoder.head(decoder.decode(cache, tokens, slots, positions, N_TOKENS))
+            return head(model.decode(cache, tokens, slots, positions, N_TOKENS))
 
-        with reading(live):
+        with kernels(is_live):
             captured = Captured(step)
-            exact = captured.equals_compiled()
-        shared = {"kind": kind, "rows": n_rows}
+            checks = captured.checks()
         for length in lengths:
             positions.fill_(length - 1)
-            ms, p90 = median_ms(captured.run)
-            floor = floor_ms(decoder, self.rate, n_rows * length)
-            self.say("decode", {**shared, "live": length, "ms": ms, "p90": p90, "floor": floor})
+            times = self.times(captured, n_rows * length)
+            self.say("decode", kind=kind, rows=n_rows, live=length, **times)
+        if profile:
+            show_kernels(captured)
         # Rows of every age, as in service.
         ages = torch.linspace(min(lengths), max(lengths), n_rows, device=DEVICE).long()
         positions.copy_(ages - 1)
-        ms, p90 = median_ms(captured.run)
-        self.say(
-            "decode",
-            {
-                **shared,
-                "live": "mixed",
-                "ms": ms,
-                "p90": p90,
-                "floor": floor_ms(decoder, self.rate, int(ages.sum())),
-                "captured_equals_compiled": exact,
-                "compile_s": round(captured.compile_s, 1),
-                "capture_s": round(captured.capture_s, 2),
-            },
-        )
-        if profile:
-            show_kernels(captured)
+        times = self.times(captured, int(ages.sum()))
+        self.say("decode", kind=kind, rows=n_rows, live="mixed", **times, **checks)
 
-    def prefill(self, n_rows: int, bucket: int, start: int, profile: bool) -> None:
-        decoder, cache = self.decoder, self.cache
-        width = decoder.config.hidden_size
+    def prefill(self, kind: str, n_rows: int, bucket: int, start: int, profile: bool) -> None:
+        model, cache = self.model, self.cache
+        is_live, options = KINDS[kind]
+        start = min(start, N_TOKENS - bucket)
+        width = model.config.hidden_size
         x = torch.randn(n_rows, bucket, width, device=DEVICE, dtype=torch.bfloat16)
         slots = torch.arange(n_rows, device=DEVICE)
         counts = torch.full((n_rows,), bucket - 5, device=DEVICE)  # the rest is padding
-        starts = torch.full((n_rows,), min(start, N_TOKENS - bucket), device=DEVICE)
-        decoder.prefill_layers = compiled_layers(decoder, {})
+        starts = torch.full((n_rows,), start, device=DEVICE)
         rows = torch.arange(n_rows, device=DEVICE)
+        head = compile_calls(model, options)
 
         def feed() -> Tensor:
             positions = cache.positions(starts, counts, bucket)
-            hidden = decoder.feed(cache, x, slots, positions, N_TOKENS)
-            return decoder.head(hidden[rows, counts - 1])
+            hidden = model.feed(cache, x, slots, positions, N_TOKENS)
+            return head(hidden[rows, counts - 1])
 
-        captured = Captured(feed)
-        ms, p90 = median_ms(captured.run)
-        self.say(
-            "prefill",
-            {
-                "rows": n_rows,
-                "bucket": bucket,
-                "start": int(starts[0]),
-                "ms": ms,
-                "p90": p90,
-                "floor": floor_ms(decoder, self.rate, n_rows * (start + bucket)),
-                "captured_equals_compiled": captured.equals_compiled(),
-                "compile_s": round(captured.compile_s, 1),
-                "capture_s": round(captured.capture_s, 2),
-            },
-        )
+        with kernels(is_live):
+            captured = Captured(feed)
+            checks = captured.checks()
+        times = self.times(captured, n_rows * (start + bucket))
+        shape = {"rows": n_rows, "bucket": bucket, "start": start}
+        self.say("prefill", kind=kind, **shape, **times, **checks)
         if profile:
             show_kernels(captured)
+
+    def times(self, captured: Captured, kv_tokens: int) -> dict[str, float]:
+        ms, p90 = median_ms(captured.run)
+        return {"ms": ms, "p90": p90, "floor": floor_ms(self.model, self.rate, kv_tokens)}
 
 
 def show_kernels(captured: Captured) -> None:
@@ -257,25 +254,40 @@ def show_kernels(captured: Captured) -> None:
     print(f"    {total:9.1f} us of kernels", flush=True)
 
 
-def kernel_error(config: DecoderConfig, n_rows: int) -> dict[str, float]:
-    """Return the relative error of the kernel and of its bf16 twin against the twin in fp32."""
-    n_heads, n_kv_heads, d = config.n_heads, config.n_kv_heads, config.head_dim
-    shape = (n_rows, n_kv_heads, N_TOKENS + 1, d)
-    q = torch.randn(n_rows, n_heads, d, device=DEVICE, dtype=torch.bfloat16)
-    keys, values = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+def kernel_error(config: DecoderConfig, n_rows: int, n_new: int) -> dict[str, float]:
+    """Return relative errors against plain fp32: one layer with kernels, and without.
+
+    Every slot holds NaN behind its row's live length.
+    """
+    exact = build(replace(config, n_layers=1, vocab_size=1)).float()
+    starts = torch.randint(1, N_TOKENS - n_new, (n_rows,), device=DEVICE)
+    counts = torch.randint(1, n_new + 1, (n_rows,), device=DEVICE)
     slots = torch.randperm(n_rows, device=DEVICE)
-    lengths = torch.randint(1, N_TOKENS, (n_rows,), device=DEVICE)
-    index = torch.arange(N_TOKENS + 1, device=DEVICE)
-    is_live = index < lengths[:, None]
-    for tensor in (keys, values):  # whoever reads behind a live length finds NaN there
-        tensor[slots] = tensor[slots].masked_fill(~is_live[:, None, :, None], torch.nan)
-    span = Span(slots, is_live[:, None, None], ~is_live[:, None, :, None])
-    exact = span.read(q.float()[:, :, None], keys.float(), values.float())[:, :, 0]
-    twin = span.read(q[:, :, None], keys, values)[:, :, 0]
-    kernel = attention.decode_attention(q, keys, values, slots, lengths)
+    x = torch.randn(n_rows, n_new, config.hidden_size, device=DEVICE).bfloat16()
+    content = filled_cache(exact.config, n_rows)
+    is_dead = torch.arange(N_TOKENS + 1, device=DEVICE) >= starts[:, None]
+    for tensor in (*content.keys, *content.values):
+        tensor[slots] = tensor[slots].masked_fill(is_dead[:, None, :, None], torch.nan)
+    mixed = {}
+    for name, dtype, are_on in (
+        ("exact", torch.float32, False),
+        ("plain", torch.bfloat16, False),
+        ("kernels", torch.bfloat16, True),
+    ):
+        model = exact.to(dtype)
+        cache = KvCache.allocate(exact.config, n_rows, N_TOKENS, dtype, DEVICE)
+        cache.keys[0].copy_(content.keys[0])
+        cache.values[0].copy_(content.values[0])
+        positions = cache.positions(starts, counts, n_new)
+        # What attention adds, without the rest of the layer to hide its errors.
+        with kernels(are_on):
+            step = model._begin(cache, slots, positions, N_TOKENS)
+            added = model.layers[0]._attend(x.to(dtype), cache.keys[0], cache.values[0], step)
+        mixed[name] = added[positions < cache.spare].float()
+    norm = mixed["exact"].norm()
     return {
-        name: round(float((mixed.float() - exact).norm() / exact.norm()), 5)
-        for name, mixed in (("kernel", kernel), ("twin", twin))
+        name: round(float((mixed[name] - mixed["exact"]).norm() / norm), 5)
+        for name in ("plain", "kernels")
     }
 
 
@@ -283,8 +295,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--lengths", type=int, nargs="+", default=[500, 2000, 4000])
-    parser.add_argument("--kinds", nargs="+", default=list(DECODE_KINDS), choices=DECODE_KINDS)
-    parser.add_argument("--prefill", nargs="*", default=["1x32", "1x96", "1x224"])
+    parser.add_argument(
+        "--decode", nargs="*", default=["span", "live", "live-tuned"], choices=list(KINDS)
+    )
+    parser.add_argument("--prefill", nargs="*", default=["span", "live"], choices=list(KINDS))
+    parser.add_argument("--buckets", nargs="+", default=["1x32", "1x96", "1x224", "8x96"])
     parser.add_argument("--start", type=int, default=3900)
     parser.add_argument("--layers", type=int, default=QWEN3_8B.n_layers)
     parser.add_argument("--profile", action="store_true", help="kernels of the first and last size")
@@ -294,16 +309,20 @@ def main() -> None:
     config = replace(QWEN3_8B, n_layers=options.layers)
     torch.manual_seed(0)
     with torch.inference_mode():
-        bench = Bench(config, max(options.rows))
-        errors = kernel_error(config, max(options.rows))
-        print("kernel error", errors, flush=True)
-        for kind in options.kinds:
-            for n_rows in options.rows:
+        errors = {
+            f"{n_rows}x{n_new}": kernel_error(config, n_rows, n_new)
+            for n_rows, n_new in ((max(options.rows), 1), (1, 1), (4, 96))
+        }
+        print("relative errors", errors, flush=True)
+        bench = Bench(config, max(*options.rows, 8))
+        for kind in options.decode:
+            for n_rows in options.rows if kind != "live-tuned" else [1]:
                 is_end = n_rows in (options.rows[0], options.rows[-1])
                 bench.decode(kind, n_rows, options.lengths, options.profile and is_end)
-        for text in options.prefill:
-            n_rows, bucket = (int(part) for part in text.split("x"))
-            bench.prefill(n_rows, bucket, options.start, options.profile)
+        for kind in options.prefill:
+            for text in options.buckets:
+                n_rows, bucket = (int(part) for part in text.split("x"))
+                bench.prefill(kind, n_rows, bucket, options.start, options.profile)
     result = {
         "commit": options.commit or provenance()["commit"],
         "gpu": torch.cuda.get_device_name(),
@@ -311,10 +330,10 @@ def main() -> None:
         "command": f"python -m tests.bench.bench_decoder {' '.join(sys.argv[1:])}",
         "n_tokens": N_TOKENS,
         "copy_tb_per_s": bench.rate,
-        "weights_gb": round(size_of(bench.decoder) / 1e9, 3),
+        "weights_gb": round(size_of(bench.model) / 1e9, 3),
         "cache_mb_per_slot": round((N_TOKENS + 1) * token_bytes(config) / 1e6, 1),
         "reserved_gb": round(torch.cuda.memory_reserved() / 1e9, 1),
-        "kernel_relative_error": errors,
+        "relative_errors": errors,
         **bench.results,
     }
     text = json.dumps(result)

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,9 +42,25 @@ class RunningService:
 
 @pytest.fixture(scope="session")
 def running_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    folder = tmp_path_factory.mktemp("service")
+    """The embedded back end."""
+    with started(tmp_path_factory.mktemp("service"), {}) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def tiny_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """The large model's back end on its tiny checkpoint."""
+    settings = json.loads((ROOT / "tests/configs/tiny.json").read_text(encoding="utf-8"))
+    with started(tmp_path_factory.mktemp("tiny"), settings) as service:
+        yield service
+
+
+@contextmanager
+def started(folder: Path, settings: dict[str, Any]) -> Iterator[RunningService]:
+    """Start the service with a configuration; stop it afterwards."""
     config = folder / "config.json"
-    settings = {"service": {"worker_base_port": pick_free_port("127.0.0.1")}}
+    ports = {"worker_base_port": pick_free_port("127.0.0.1")}
+    settings = settings | {"service": settings.get("service", {}) | ports}
     config.write_text(json.dumps(settings), encoding="utf-8")
     port = pick_free_port("127.0.0.1")
     command = [sys.executable, "-c", LAUNCH, str(folder), "--http"]

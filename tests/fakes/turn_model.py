@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class TurnModel:
 
     def __post_init__(self) -> None:
         self.says, self.speaks = list(self.says), list(self.speaks)
-        self.logits = torch.zeros(4, 1)
+        self.language = SimpleNamespace(logits=torch.zeros(4, 1))
         self._codes_left = 0
         self._n_codes = 0
         self._counts: Counter[str] = Counter()

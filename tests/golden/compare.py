@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,17 @@ class Trace:
         """Whether the trace holds this tensor."""
         return name in self.tensors
 
+    def find(self, stem: str) -> tuple[str, int]:
+        """Return the full name of a tensor, and every which element or row it keeps.
+
+        Names may end in `_subK` or `_rowsK` (README, 1); without either, K is 1.
+        """
+        pattern = re.compile(re.escape(stem) + r"(?:_(?:sub|rows)(\d+))?")
+        found = [match for match in map(pattern.fullmatch, self.tensors) if match]
+        if len(found) != 1:
+            raise KeyError(f"{self.name} holds {len(found)} tensors {stem}, expected 1")
+        return found[0][0], int(found[0][1] or 1)
+
     # ---- results
 
     def check(
@@ -91,6 +103,15 @@ class Trace:
         worst = float((ours.double() - theirs.double()).abs().max()) if theirs.numel() else 0.0
         if not worst <= limit:  # also true for NaN
             self.fail(f"{name}: differs by {worst:.3g}, at most {limit:.3g}")
+
+    def check_every(
+        self, stem: str, ours: Tensor | NDArray, dim: int = -1, rel: float = REL
+    ) -> None:
+        """Compare a tensor that holds every K-th entry of ours along a dimension, see `find`."""
+        name, step = self.find(stem)
+        ours = torch.as_tensor(ours)
+        index = torch.arange(0, ours.shape[dim], step, device=ours.device)
+        self.check(name, ours.index_select(dim, index), rel)
 
     def check_pixels(self, name: str, ours: NDArray[np.uint8]) -> None:
         """Compare uint8 pixels: another Pillow version may round one of them by 1."""
@@ -144,6 +165,14 @@ class Trace:
 
     def left_over(self) -> list[str]:
         return sorted(self._open_tensors) + sorted(self._open_fields)
+
+    def problems(self) -> list[str]:
+        """Return all that speaks against this replay: one sentence each."""
+        left = self.left_over()
+        if not left:
+            return self.mismatches
+        text = f"{self.name}: {len(left)} tensors and fields were not compared: {left[:20]}"
+        return [*self.mismatches, text]
 
     def summary(self) -> str:
         n_results = self.n_total - self.n_inputs

@@ -50,7 +50,7 @@ def run_program(model: MiniCpmO45, program: Program) -> Played:
                 reply = model.run(request.kind, request.bucket, [request.payload])[0]
                 logits = None
                 if request.kind in (PREFILL, DECODE):
-                    logits = model.logits[request.payload.slot].clone()
+                    logits = model.language.logits[request.payload.slot].clone()
                 played.ops.append(Ran(request, reply, logits))
                 if isinstance(reply, Exception):
                     error = reply

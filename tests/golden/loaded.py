@@ -10,6 +10,7 @@ import torch
 from shared.config import Compat
 from tests.golden.compare import Trace
 from worker.models.contract import Progress
+from worker.models.minicpmo45 import weights
 from worker.models.minicpmo45.config import CheckpointConfig
 from worker.models.minicpmo45.loading import Loaded, LoadOptions, from_folder
 from worker.models.minicpmo45.model import MiniCpmO45, ModelOptions
@@ -17,9 +18,14 @@ from worker.models.minicpmo45.token2wav import read_token2wav
 from worker.models.minicpmo45.voice import VoiceFeatures
 from worker.models.minicpmo45.window import WindowSettings
 
-
 KEEP_ALL = WindowSettings(mode="off")
 EVERY_QUIRK = Compat.reference()
+
+
+def load_parts(folder: Path) -> weights.Parts:
+    """Return all nets of a golden folder's checkpoint but token2wav, fp32 on the CPU."""
+    checkpoint = folder / "checkpoint"
+    return weights.load(checkpoint, CheckpointConfig.read(checkpoint))
 
 
 def load_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -11,14 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.golden.checkpoint import load_tensors
 from tests.golden.compare import Trace, clip, wave
-from worker.nn.audio_encoder import (
-    AudioCache,
-    AudioEncoder,
-    AudioEncoderConfig,
-    audio_encoder_weights,
-)
+from tests.golden.loaded import load_parts
+from worker.nn.audio_encoder import AudioCache, AudioEncoder
 from worker.nn.decoder import Rows
 from worker.nn.mel import SAMPLE_RATE_HZ, StreamingMel, clip_mel
 
@@ -30,33 +24,12 @@ INPUTS = frozenset({"name", "start", "samples", "source"})
 
 
 def replay(trace: Trace, folder: Path) -> None:
-    encoder = load_encoder(folder)
+    encoder = load_parts(folder).audio
     base_pcm = trace.take("base_pcm").numpy()
     trace.equal("sample_rate", SAMPLE_RATE_HZ)
     for index in range(len(trace.fields["offline"])):
         check_clip(trace, encoder, base_pcm, index)
     check_stream(trace, encoder, base_pcm)
-
-
-def load_encoder(folder: Path) -> AudioEncoder:
-    fields = json.loads((folder / "checkpoint" / "config.json").read_text(encoding="utf-8"))
-    audio = fields["audio_config"]
-    config = AudioEncoderConfig(
-        width=audio["d_model"],
-        n_layers=audio["encoder_layers"],
-        n_heads=audio["encoder_attention_heads"],
-        ffn_size=audio["encoder_ffn_dim"],
-        llm_dim=fields["hidden_size"],
-        n_mels=audio["num_mel_bins"],
-        max_positions=audio["max_source_positions"],
-        pool_step=fields["audio_pool_step"],
-        chunk_s=fields["audio_chunk_length"],
-    )
-    with torch.device("meta"):
-        encoder = AudioEncoder(config)
-    weights = audio_encoder_weights(load_tensors(folder), config)
-    encoder.load_state_dict(weights, strict=True, assign=True)
-    return encoder.eval()
 
 
 def check_clip(

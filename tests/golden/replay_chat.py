@@ -61,13 +61,15 @@ def _replay_case(
     name = trace.given(f"{path}.name")
     settings = trace.given(f"{path}.generate_kwargs")
     options = trace.given(f"{path}.options")
+    unknown = set(options) - set(OPTIONS) - set(settings)
+    assert not unknown, f"options without a field of ours: {unknown}"
     messages = tuple(
         Message(message["role"], tuple(_part(text, clips) for text in message["content"]))
         for message in trace.given(f"{path}.messages")
     )
     request = ChatRequest(
         messages,
-        **{key: settings[key] for key in SAMPLED_WITH},
+        **{key: settings[key] for key in SAMPLED_WITH if key in settings},
         **{OPTIONS[key]: value for key, value in options.items() if key in OPTIONS},
         is_streaming=False,
     )
@@ -77,8 +79,8 @@ def _replay_case(
     trace.equal(f"{path}.prompt", answer.prompt)
     trace.equal(f"{path}.prompt_text_ids", model.tokenizer.encode(answer.prompt))
     trace.equal(f"{path}.input_len", answer.n_input_tokens)
-    trace.check(f"{name}.inputs_embeds_sub9", fed_rows(model, played)[::9])
-    if settings["num_beams"] > 1:
+    trace.check_every(f"{name}.inputs_embeds", fed_rows(model, played), dim=0)
+    if settings.get("num_beams", 1) > 1:
         _check_beams(trace, path, model, request, settings["num_beams"])
         return
     logits = f"{name}.step_logits"

@@ -230,7 +230,7 @@ class Session:
         ids = self.model.tokenizer.ids
         for index, feed in enumerate(prefills):
             tokens = [token for piece in feed.pieces if isinstance(piece, tuple) for token in piece]
-            if index and (feed.is_inside or tokens[-1:] == [ids.unit_end]):
+            if index and tokens[-1:] in ([ids.unit_end], [ids.im_end]):
                 return index
         return len(prefills)
 

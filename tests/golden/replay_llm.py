@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from tests.golden.checkpoint import load_tensors
 from tests.golden.compare import Trace
-from worker.nn.decoder import Decoder, DecoderConfig, KvCache, Rows, decoder_weights, turn_keys
+from worker.nn.decoder import Decoder, DecoderConfig, KvCache, Rows, turn_keys
 
-PREFIX = "llm."
 SLOT = 1
 
 
-def replay_llm(trace: Trace, folder: Path) -> None:
+def replay_llm(trace: Trace, decoder: Decoder) -> None:
     """Feed the trace's tokens and embeddings as it says; compare everything that came out."""
-    config = llm_config(folder)
-    decoder = load_decoder(folder, config)
     ids, mid = trace.take("ids"), trace.take("mid_embeds")
     n_prefill = trace.given("prefill")
     trace.equal("decode", len(ids) - n_prefill)
@@ -39,7 +32,7 @@ def replay_llm(trace: Trace, folder: Path) -> None:
                 name = f"cache.layer{layer}.{kind}"
                 if trace.has(name):
                     trace.check(name, tensor[SLOT, :, :n_tokens])
-    replay_rotation(trace, config)
+    replay_rotation(trace, decoder.config)
 
 
 def feed(
@@ -84,34 +77,3 @@ def replay_rotation(trace: Trace, config: DecoderConfig) -> None:
     cache.keys[0][:, :, start : start + n_keys] = keys
     cache.move(0, start, start + n_keys, target, theta)
     trace.check("rotate.out", cache.keys[0][:, :, target : target + n_keys])
-
-
-def llm_config(folder: Path) -> DecoderConfig:
-    """Shape of the language model from the flat fields of config.json."""
-    fields = json.loads((folder / "checkpoint" / "config.json").read_text(encoding="utf-8"))
-    n_heads = fields["num_attention_heads"]
-    return DecoderConfig(
-        vocab_size=fields["vocab_size"],
-        hidden_size=fields["hidden_size"],
-        n_layers=fields["num_hidden_layers"],
-        n_heads=n_heads,
-        n_kv_heads=fields["num_key_value_heads"],
-        head_dim=fields.get("head_dim") or fields["hidden_size"] // n_heads,
-        ffn_size=fields["intermediate_size"],
-        rope_theta=fields["rope_theta"],
-        norm_eps=fields["rms_norm_eps"],
-        qk_norm=True,
-        tied_head=fields["tie_word_embeddings"],
-    )
-
-
-def load_decoder(folder: Path, config: DecoderConfig) -> Decoder:
-    source = {
-        name.removeprefix(PREFIX): tensor
-        for name, tensor in load_tensors(folder).items()
-        if name.startswith(PREFIX)
-    }
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    decoder.load_state_dict(decoder_weights(source, config), strict=True, assign=True)
-    return decoder.eval()

@@ -2,71 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tests.golden.checkpoint import load_tensors
 from tests.golden.compare import PROB_ABS, REL, Trace
+from tests.golden.loaded import load_parts
 from tests.golden.replay_llm import replay_llm
 from worker.nn.code_sampling import MIN_KEPT
 from worker.nn.decoder import KvCache, Rows
 from worker.nn.speech import (
     CodeSampling,
-    SpeechConfig,
     SpeechHead,
     SpeechRequest,
     SpeechTrace,
-    speech_weights,
 )
-
-N_TOKENS = 512
 
 
 def replay(trace: Trace, folder: Path) -> None:
-    replay_llm(trace, folder)
-    head = load_speech(folder)
+    parts = load_parts(folder)
+    replay_llm(trace, parts.llm)
+    head = parts.speech
     text_ids, hidden = trace.take("tts.text_ids"), trace.take("tts.hidden_in")
     check_forced(trace, head, text_ids, hidden)
     check_generation(trace, head, text_ids, hidden)
-
-
-def load_speech(folder: Path) -> SpeechHead:
-    """Build the speech head of the golden folder's checkpoint, fp32."""
-    fields = json.loads((folder / "checkpoint/config.json").read_text("utf-8"))["tts_config"]
-    n_heads = fields["num_attention_heads"]
-    config = SpeechConfig(
-        llm_dim=fields["llm_dim"],
-        hidden_size=fields["hidden_size"],
-        n_layers=fields["num_hidden_layers"],
-        n_heads=n_heads,
-        n_kv_heads=fields["num_key_value_heads"],
-        head_dim=fields.get("head_dim") or fields["hidden_size"] // n_heads,
-        ffn_size=fields["intermediate_size"],
-        n_codes=fields["num_audio_tokens"],
-        n_text_tokens=fields["num_text_tokens"],
-        audio_bos_id=fields["audio_bos_token_id"],
-        text_eos_id=fields["text_eos_token_id"],
-        rope_theta=fields.get("rope_theta", 10_000.0),
-        norm_eps=fields.get("rms_norm_eps", 1e-6),
-        temperature=fields["temperature"],
-        top_p=fields["top_p"],
-        top_k=fields["top_k"],
-        repetition_penalty=fields["repetition_penalty"],
-        normalize=fields["normalize_projected_hidden"],
-    )
-    source = {
-        name.removeprefix("tts."): tensor
-        for name, tensor in load_tensors(folder).items()
-        if name.startswith("tts.")
-    }
-    with torch.device("meta"):
-        head = SpeechHead(config)
-    head.load_state_dict(speech_weights(source, config), strict=True, assign=True)
-    return head.eval()
 
 
 def check_forced(trace: Trace, head: SpeechHead, text_ids: Tensor, hidden: Tensor) -> None:
@@ -82,6 +43,7 @@ def check_forced(trace: Trace, head: SpeechHead, text_ids: Tensor, hidden: Tenso
         hidden=hidden,
         given_codes=tuple(codes.tolist()),
         max_new=0,
+        normalize=True,  # as in full duplex, whatever the configuration says
     )
     n_rows = request.n_inputs
     x = head.inputs([request], n_rows)
@@ -89,7 +51,7 @@ def check_forced(trace: Trace, head: SpeechHead, text_ids: Tensor, hidden: Tenso
     trace.check("tts.projected", head.project(hidden))
     trace.check("tts.cond", x[0, :n_condition])
 
-    cache = KvCache.allocate(head.config.decoder, 1, N_TOKENS)
+    cache = KvCache.allocate(head.config.decoder, 1, n_rows)
     cache.poison(0)
     positions = torch.arange(n_rows)[None]
     states = head.stack.feed(cache, x, torch.tensor([0]), positions, Rows((0,), (n_rows,)))[0]

@@ -29,10 +29,10 @@ def replay(trace: Trace, folder: Path) -> None:
 
     features = fbank(torch.from_numpy(samples))
     trace.equal("fbank_frames", len(features))
-    trace.check("fbank_minus_mean_sub3", (features - features.mean(dim=0))[::3])
+    trace.check_every("fbank_minus_mean", features - features.mean(dim=0), dim=0)
     mel = prompt_mel24k(torch.from_numpy(samples_24k))
     trace.equal("prompt_mel24k_frames", mel.shape[1])
-    trace.check("prompt_mel24k_sub3", mel[:, ::3])
+    trace.check_every("prompt_mel24k", mel)
 
 
 def _check_tokenizer(
@@ -41,7 +41,7 @@ def _check_tokenizer(
     tokenizer = _tokenizer(trace)
     n_mels = tokenizer.config.n_mels
     mel = window_mel(samples, len(samples), n_mels)
-    trace.check("s3.mel_sub4", mel[:, ::4])
+    trace.check_every("s3.mel", mel)
     n_short = trace.fields["s3_short"]["mel_frames"]
     for name, part in (("full", mel), ("short", mel[:, :n_short])):
         digits = tokenizer.unrounded(part[None])[0]

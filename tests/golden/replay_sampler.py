@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.golden.compare import PROB_ABS, Trace
 from shared.config import Compat
+from tests.golden.compare import PROB_ABS, Trace
+from worker.models.minicpmo45.tokenizer import Tokenizer
 from worker.nn.code_sampling import CodeRows, CodeSampling, code_probabilities
 from worker.nn.text_sampling import (
     DuplexSampling,
@@ -49,20 +49,20 @@ def replay(trace: Trace, folder: Path) -> None:
 
 
 def check_vocabulary(trace: Trace, folder: Path) -> DuplexVocabulary:
-    """Resolve the special ids from the tokenizer's files and compare the trace's lists."""
-    added = json.loads((folder / "checkpoint/added_tokens.json").read_text(encoding="utf-8"))
-    settings = json.loads((folder / "checkpoint/tokenizer_config.json").read_text("utf-8"))
+    """Resolve the special ids by the tokenizer and compare the trace's lists."""
+    tokenizer = Tokenizer.read(folder / "checkpoint")
     for token in trace.fields["special"]:
-        trace.equal(f"special.{token}", added[token])
-    trace.equal("listen_id_used_by_reference", added["<|im_end|>"])
+        trace.equal(f"special.{token}", tokenizer.token_id(token))
+    ids = tokenizer.ids
+    trace.equal("listen_id_used_by_reference", ids.im_end)
     vocabulary = DuplexVocabulary.build(
         trace.tensors["logits"].shape[1],
-        settings["bad_token_ids"],
-        tts_pad=added["<|tts_pad|>"],
-        chunk_eos=added["<|chunk_eos|>"],
-        turn_eos=added["<|turn_eos|>"],
-        listen=added["<|listen|>"],
-        im_end=added["<|im_end|>"],
+        tuple(tokenizer.bad_ids),
+        tts_pad=ids.tts_pad,
+        chunk_eos=ids.chunk_eos,
+        turn_eos=ids.turn_eos,
+        listen=ids.listen,
+        im_end=ids.im_end,
     )
     theirs = trace.fields["forbidden"]  # in any order
     ours = vocabulary.forbidden.nonzero().flatten().tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
-from torch import Tensor
 
-from tests.golden.checkpoint import load_tensors
 from tests.golden.compare import Trace, image
+from tests.golden.loaded import load_parts
 from worker.models.minicpmo45.images import UNK, SliceConfig, Sliced, image_layout, slice_image
-from worker.nn.resampler import ResamplerConfig, resampler_weights
-from worker.nn.siglip import VisionConfig, normalise, position_ids, vision_weights
+from worker.nn.siglip import normalise, position_ids
 from worker.nn.vision import VisionTower
 
 TARGETS_PILLOW = "13"
@@ -27,11 +24,8 @@ PIXEL_START = 5
 
 
 def replay(trace: Trace, folder: Path) -> None:
-    config = json.loads((folder / "checkpoint" / "config.json").read_text(encoding="utf-8"))
-    tower = _tower(config, load_tensors(folder))
-    slicing = SliceConfig(
-        config["slice_config"]["patch_size"], config["slice_config"]["scale_resolution"]
-    )
+    parts = load_parts(folder)
+    tower, slicing = parts.vision, parts.config.slices
     for index in range(len(trace.fields["images"])):
         _replay_image(trace, f"images[{index}]", tower, slicing)
     for index in range(len(trace.fields["vit"])):
@@ -41,42 +35,6 @@ def replay(trace: Trace, folder: Path) -> None:
         side = tower.encoder.config.n_positions_side
         trace.check(name, position_ids((n_rows, n_columns), side))
     _replay_padded_batch(trace, tower, slicing)
-
-
-def _tower(config: dict[str, Any], tensors: dict[str, Tensor]) -> VisionTower:
-    theirs = config["vision_config"]
-    stem = "vpm.encoder.layers."
-    in_file = {name.removeprefix(stem).split(".")[0] for name in tensors if name.startswith(stem)}
-    n_layers = theirs["num_hidden_layers"] - bool(config.get("drop_vision_last_layer"))
-    vision = VisionConfig(
-        width=theirs["hidden_size"],
-        n_layers=min(n_layers, len(in_file)),
-        n_heads=theirs["num_attention_heads"],
-        ffn_size=theirs["intermediate_size"],
-        patch_size=theirs["patch_size"],
-        n_positions_side=theirs["image_size"] // theirs["patch_size"],
-        norm_eps=theirs.get("layer_norm_eps", 1e-6),
-    )
-    resampler = ResamplerConfig(
-        llm_dim=config["hidden_size"],
-        vision_width=vision.width,
-        n_queries=config["query_num"],
-        n_heads=config["hidden_size"] // 128,
-    )
-
-    def below(prefix: str) -> dict[str, Tensor]:
-        return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-    with torch.device("meta"):
-        tower = VisionTower(vision, resampler)
-    weights = {
-        f"encoder.{name}": tensor for name, tensor in vision_weights(below("vpm."), vision).items()
-    } | {
-        f"resampler.{name}": tensor
-        for name, tensor in resampler_weights(below("resampler."), resampler).items()
-    }
-    tower.load_state_dict(weights, strict=True, assign=True)
-    return tower.eval()
 
 
 def _replay_image(trace: Trace, path: str, tower: VisionTower, slicing: SliceConfig) -> None:
@@ -95,10 +53,10 @@ def _replay_image(trace: Trace, path: str, tower: VisionTower, slicing: SliceCon
     rows = tower.encode(sliced.slices)
     for number, pixels in enumerate(sliced.slices):
         _check_pixels(trace, f"{path}.slices[{number}]", pixels, tower)
-        target, step = _subsampled(trace, f"{name}.s{number}.pix_u8")
+        target, step = trace.find(f"{name}.s{number}.pix_u8")
         channels = pixels.transpose(2, 0, 1)
         trace.check_pixels(target, channels[:, PIXEL_START::step, PIXEL_START::step])
-        target, step = _subsampled(trace, f"{name}.s{number}.emb")
+        target, step = trace.find(f"{name}.s{number}.emb")
         trace.check(target, rows[number, ::step])
 
 
@@ -140,9 +98,9 @@ def _replay_random_patches(trace: Trace, path: str, tower: VisionTower) -> None:
     patches = strip.view(3, patch, n, patch).permute(2, 0, 1, 3).reshape(1, n, -1)
     grids = [(n_rows, n_columns)]
     states = tower.encoder(patches, grids)
-    target, step = _subsampled(trace, f"vit.{name}.out")
+    target, step = trace.find(f"vit.{name}.out")
     trace.check(target, states[0, ::step])
-    target, step = _subsampled(trace, f"resampler.{name}.out")
+    target, step = trace.find(f"resampler.{name}.out")
     trace.check(target, tower.resampler(states, grids)[0, ::step])
 
 
@@ -159,13 +117,6 @@ def _replay_padded_batch(trace: Trace, tower: VisionTower, slicing: SliceConfig)
     ]
     for number, rows in enumerate(tower.encode_batch(slices)):
         trace.check(f"batch2.s{number}.emb", rows)
-
-
-def _subsampled(trace: Trace, stem: str) -> tuple[str, int]:
-    """Return the full name of a tensor, and which step its name ends with (none = every row)."""
-    pattern = re.compile(re.escape(stem) + r"(?:_(?:sub|rows)(\d+))?")
-    (found,) = filter(None, map(pattern.fullmatch, trace.tensors))
-    return found[0], int(found[1] or 1)
 
 
 def _index(path: str) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from tests.golden.compare import Trace
+from worker.models.minicpmo45.voice_config import read_hift_config
 from worker.nn.causal_vocoder import CausalVocoder
 from worker.nn.hift import Hift, HiftConfig, hift_weights, legacy_config
 from worker.nn.legacy_vocoder import LegacyVocoder
@@ -83,13 +82,13 @@ def _check_legacy_net(trace: Trace, vocoder: LegacyVocoder) -> None:
     trace.check_wave("hift.source_zero", zero)
     # With their source in place of ours the phase is out of play, so this one is tight.
     theirs = hift(mel, trace.tensors["hift.source_zero"])
-    trace.check("hift.wav_from_source_zero_sub4", theirs[:, ::4])
+    trace.check_every("hift.wav_from_source_zero", theirs)
 
     trace.take("in.legacy_phase")  # has no effect, see LegacyVocoder
     recorded = LegacyVocoder(hift, n_rows=1, noise=trace.take("in.legacy_noise")[0])
     source = recorded.source_of(f0)
-    trace.check_wave("hift.source_recorded_sub8", source[..., ::8])
-    trace.check_wave("hift.wav_recorded_sub8", hift(mel, source)[:, ::8])
+    _check_wave(trace, "hift", "source_recorded", source)
+    _check_wave(trace, "hift", "wav_recorded", hift(mel, source))
 
 
 def _check_causal_net(trace: Trace, vocoder: CausalVocoder) -> None:
@@ -111,42 +110,7 @@ def _legacy(path: Path) -> LegacyVocoder:
 
 
 def _causal(trace: Trace, assets: Path) -> CausalVocoder:
-    hift = _load(assets / "hift.pt", _causal_config(assets / "config.yaml"))
+    hift = _load(assets / "hift.pt", read_hift_config(assets / "config.yaml"))
     original = _legacy(assets / "hift_original.pt")
     noise = trace.take("in.sine_noise_table")[0]
     return CausalVocoder(hift, n_rows=1, noise=noise, original=original)
-
-
-class _Tagless(yaml.SafeLoader):
-    """YAML whose tags (classes of the original) are taken for plain mappings."""
-
-
-_Tagless.add_multi_constructor(
-    "!", lambda loader, _tag, node: loader.construct_mapping(node, deep=True)
-)
-
-
-def _causal_config(path: Path) -> HiftConfig:
-    given: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), _Tagless)["hift"]
-    return HiftConfig(
-        is_causal=True,
-        n_mels=given["in_channels"],
-        base_channels=given["base_channels"],
-        n_overtones=given["nb_harmonics"],
-        sample_rate_hz=given["sampling_rate"],
-        sine_amplitude=given["nsf_alpha"],
-        noise_std=given["nsf_sigma"],
-        voiced_threshold_hz=given["nsf_voiced_threshold"],
-        upsample_rates=tuple(given["upsample_rates"]),
-        upsample_kernels=tuple(given["upsample_kernel_sizes"]),
-        n_fft=given["istft_params"]["n_fft"],
-        fft_hop=given["istft_params"]["hop_len"],
-        block_kernels=tuple(given["resblock_kernel_sizes"]),
-        block_dilations=tuple(map(tuple, given["resblock_dilation_sizes"])),
-        source_kernels=tuple(given["source_resblock_kernel_sizes"]),
-        source_dilations=tuple(map(tuple, given["source_resblock_dilation_sizes"])),
-        slope=given["lrelu_slope"],
-        audio_limit=given["audio_limit"],
-        look_right=given["conv_pre_look_right"],
-        f0_channels=given["f0_predictor"]["cond_channels"],
-    )

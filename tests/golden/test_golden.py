@@ -1,6 +1,6 @@
 """Every trace of the golden set is reproduced, and nothing of it is left out.
 
-`GOLDEN_DIR=<folder> python -m pytest tests/golden` runs the same on another set.
+`GOLDEN_DIR=<folder> python -m pytest tests/golden` runs the same on another set of that layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 
 from tests.golden.compare import Trace
 
-GOLDEN = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parent / "data")).resolve()
+OURS = Path(__file__).parent / "data"
+GOLDEN = Path(os.environ.get("GOLDEN_DIR", OURS)).resolve()
 
 REPLAYS = {
     "audio": "audio",
@@ -37,25 +38,32 @@ REPLAYS = {
     "vision": "vision",
 }
 """Trace -> module `tests.golden.replay_<name>`."""
+TRACES = sorted(path.stem for path in (GOLDEN / "traces").glob("*.json"))
 
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize("name", sorted(REPLAYS))
+@pytest.mark.parametrize("name", TRACES)
 def test_trace_is_reproduced(name: str, record_property: pytest.RecordProperty) -> None:
-    trace = Trace(name, GOLDEN)
+    trace = replayed(name, GOLDEN)
+    record_property("golden", trace.summary())
+    assert not trace.problems(), "\n".join(trace.problems())
+
+
+def replayed(name: str, folder: Path) -> Trace:
+    """Replay a trace of a golden folder; what is wrong with it is in its `problems`."""
+    trace = Trace(name, folder)
     replay = importlib.import_module(f"tests.golden.replay_{REPLAYS[name]}").replay
     with torch.inference_mode():
-        replay(trace, GOLDEN)
-    record_property("golden", trace.summary())
-    left = trace.left_over()
-    assert not trace.mismatches, "\n".join(trace.mismatches)
-    assert not left, f"{name}: {len(left)} tensors and fields were not compared: {left[:20]}"
+        replay(trace, folder)
+    return trace
 
 
 def test_every_trace_of_the_folder_has_a_replay() -> None:
-    there = {path.stem for path in (GOLDEN / "traces").glob("*.json")}
-    assert there == set(REPLAYS)
+    assert TRACES, f"{GOLDEN} holds no traces"
+    assert set(TRACES) <= set(REPLAYS)
+    if OURS.resolve() == GOLDEN:
+        assert set(TRACES) == set(REPLAYS)
 
 
 def test_the_files_are_those_of_the_manifest() -> None:

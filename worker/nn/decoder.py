@@ -20,7 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.nn.attention import Reader, Rows, choose_reader
+from worker.nn.attention import HAS_TRITON, Reader, Rows, choose_reader, has_kernels
+
+if HAS_TRITON:
+    from worker.nn.kernels.decode_attention import decode_attention
 
 __all__ = [
     "Decoder",
@@ -28,6 +31,7 @@ __all__ = [
     "DecoderLayer",
     "DecoderStack",
     "KvCache",
+    "LiveStep",
     "Rows",
     "SavedKv",
     "Step",
@@ -38,7 +42,7 @@ __all__ = [
     "turn_keys",
 ]
 
-LayerCall = Callable[[Tensor, Tensor, Tensor, "Step"], Tensor]
+LayerCall = Callable[[Tensor, Tensor, Tensor, "Step | LiveStep"], Tensor]
 """Signature of `DecoderLayer.forward`."""
 
 SavedKv = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -103,8 +107,8 @@ def turn_keys(keys: Tensor, delta: int, theta: float) -> Tensor:
     Rotations add up, so this is one rotation by the difference, in fp32. (MiniCPM-o 4.5 reference,
     `realign_rotary_suffix`, turns back and forth in the dtype of the cache, which loses digits.)
     """
-    places = torch.full((1, 1), delta, device=keys.device)
-    cos, sin = rotary_table(places, keys.shape[-1], theta)  # [1, 1, 1, d]
+    place = torch.full((1, 1), delta, device=keys.device)
+    cos, sin = rotary_table(place, keys.shape[-1], theta)  # [1, 1, 1, d]
     return rotate(keys, cos.flatten(), sin.flatten())
 
 
@@ -124,7 +128,7 @@ class DecoderLayer(nn.Module):
         self.gate_up = nn.Linear(width, 2 * config.ffn_size, bias=False)
         self.down = nn.Linear(config.ffn_size, width, bias=False)
 
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, step: Step | LiveStep) -> Tensor:
         """Return the block's output `[B, N, D]` of its input.
 
         Writes the new keys and values into this layer's caches `[slots, K, T, d]`.
@@ -133,9 +137,17 @@ class DecoderLayer(nn.Module):
         gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
         return x + self.down(functional.silu(gate) * up)
 
-    def _attend(self, x: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+    def _attend(self, x: Tensor, keys: Tensor, values: Tensor, step: Step | LiveStep) -> Tensor:
         b, n, _ = x.shape
         heads = self.qkv(x).view(b, n, -1, self.head_dim)  # [B, N, H + 2 K, d]
+        if isinstance(step, LiveStep):
+            norms = None
+            if self.q_norm is not None and self.k_norm is not None:
+                norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            mixed = decode_attention(
+                heads[:, 0], norms, step.table, keys, values, step.slots, step.positions
+            )
+            return self.out(mixed.reshape(b, 1, -1))
         turning, v = heads.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             # Every head by itself, so queries and keys need one pass; only the weights differ.
@@ -151,8 +163,7 @@ class DecoderLayer(nn.Module):
         # Index tensors on both sides of the head dimension move it behind them: [B, N, K, d].
         keys[step.slots[:, None], :, step.positions] = k
         values[step.slots[:, None], :, step.positions] = v
-        mixed = step.reader.read(q.transpose(1, 2), keys, values)  # [B, H, N, d]
-        return self.out(mixed.transpose(1, 2).reshape(b, n, -1))
+        return self.out(step.reader.read(q, keys, values).reshape(b, n, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +181,18 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveStep:
+    """What all layers share in a decode step on a GPU: one kernel does all that needs positions."""
+
+    table: Tensor
+    """`KvCache.table`."""
+    slots: Tensor
+    """Cache row of each row, `[B]`."""
+    positions: Tensor
+    """`[B]`."""
+
+
+@dataclass(frozen=True, slots=True)
 class KvCache:
     """Keys and values of every slot: one pair of tensors `[slots, K, T, d]` per layer.
 
@@ -179,6 +202,8 @@ class KvCache:
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    table: Tensor
+    """Cosine and signed sine of every position, fp32 `[2, T, d]`."""
 
     @classmethod
     def allocate(
@@ -197,7 +222,9 @@ class KvCache:
                 torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)
             )
 
-        return cls(side(), side())
+        places = torch.arange(n_tokens + 1, device=device)[:, None]
+        turns = rotary_table(places, config.head_dim, config.rope_theta)  # two of [T, 1, 1, d]
+        return cls(side(), side(), torch.stack(turns)[:, :, 0, 0])
 
     @property
     def n_tokens(self) -> int:
@@ -296,13 +323,21 @@ class DecoderStack(nn.Module):
         positions: Tensor,
         reach: Rows | int,
     ) -> Tensor:
-        positions = positions.clamp(max=cache.spare)
-        cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta)
-        reader = choose_reader(slots, positions, cache.n_tokens, reach)
-        step = Step(cos, sin, slots, positions, reader)
+        step = self._begin(cache, slots, positions, reach)
         for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
             x = layer(x, keys, values, step)
         return x  # [B, N, D]
+
+    def _begin(
+        self, cache: KvCache, slots: Tensor, positions: Tensor, reach: Rows | int
+    ) -> Step | LiveStep:
+        """Return what the layers share: with kernels and a span, nothing of it is read here."""
+        if positions.shape[1] == 1 and isinstance(reach, int) and has_kernels(positions):
+            return LiveStep(cache.table, slots, positions[:, 0].contiguous())
+        positions = positions.clamp(max=cache.spare)
+        cos, sin = (table[positions][:, :, None] for table in cache.table)  # [B, N, 1, d]
+        reader = choose_reader(slots, positions, cache.spare, reach)
+        return Step(cos, sin, slots, positions, reader)
 
 
 class Decoder(DecoderStack):

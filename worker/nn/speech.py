@@ -110,8 +110,8 @@ class SpeechTrace:
     probabilities: list[Tensor] = field(default_factory=list)
     """Final distributions `[B, V]`."""
     drawn: list[Tensor] = field(default_factory=list)
-    """Codes, the dropped last one and the end code included, int64 `[B]`. Rows that have ended
-    repeat the end code; what follows a row's own `max_new` means nothing."""
+    """Codes, the dropped last one and the end code included, int64 `[B]`. What follows a row's
+    end code or its own `max_new` means nothing."""
 
 
 class SpeechHead(nn.Module):
@@ -278,7 +278,7 @@ class SpeechHead(nn.Module):
         drawn: list[Tensor] = []
         for step in range(n_draws):
             probabilities = code_probabilities(self.head_code(hidden), rows, recent, step)
-            codes = draw_codes(probabilities, rows, step).masked_fill(ended, end_code)
+            codes = draw_codes(probabilities, rows, step)
             drawn.append(codes)
             if trace is not None:
                 trace.probabilities.append(probabilities)

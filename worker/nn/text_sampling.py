@@ -245,10 +245,7 @@ def weigh(
 
     turn_end = out[:, vocabulary.turn_eos, None]
     out[:, vocabulary.turn_eos, None] = _made_rarer(turn_end, inputs.column(5).float())
-    scale = inputs.column(6).float()
-    # A forbidden id times a scale of zero would be NaN.
-    quiet = out[:, listen, None]
-    out[:, listen, None] = torch.where(quiet.isinf(), quiet, quiet * scale)
+    out[:, listen, None] *= inputs.column(6).float()
     return out
 
 
@@ -289,10 +286,8 @@ def draw_index(probabilities: Tensor, draws: Tensor) -> Tensor:
     """
     cumulative = probabilities.double().cumsum(dim=-1)
     total = cumulative[:, -1:]
-    # Rounding may put the target on the very end, which no sum passes.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(draws[:, None] * total, below)
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # A float64 below 1 times the total is below the total, also after rounding.
+    index = torch.searchsorted(cumulative, draws[:, None] * total, right=True)[:, 0]
     return index.clamp(max=probabilities.shape[-1] - 1)
 
 

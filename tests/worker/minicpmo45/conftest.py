@@ -12,7 +12,8 @@ from shared.protocol import DuplexSettings
 from tests.golden.driver import run_program
 from worker.models.contract import Prompt, Unit
 from worker.models.minicpmo45.build import build
-from worker.models.minicpmo45.duplex import Duplex, SeededDraws
+from worker.models.minicpmo45.draws import SeededDraws
+from worker.models.minicpmo45.duplex import Duplex
 from worker.models.minicpmo45.model import MiniCpmO45
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "data" / "checkpoint"

@@ -116,9 +116,7 @@ def test_the_next_turn_closes_the_answer_before():
     session.hear("c")
     session.hear("d")
 
-    assert session.shown == (
-        f"<|im_start|>user\na{OPENING}b{CLOSING}<|im_start|>user\ncd"
-    )
+    assert session.shown == (f"<|im_start|>user\na{OPENING}b{CLOSING}<|im_start|>user\ncd")
 
 
 def test_without_a_system_message_the_users_comes_first():
@@ -332,7 +330,10 @@ def test_an_answer_that_was_closed_before_it_began_can_be_asked_for_again():
 # ---- voice
 
 
-def spoken(says="abcdefghijklmnopqrstuvw", settings=HalfDuplexSettings(), **changes):
+SPOKEN = HalfDuplexSettings()
+
+
+def spoken(says="abcdefghijklmnopqrstuvw", settings=SPOKEN, **changes):
     session = Session(settings, **changes)
     session.hear("x")
     return session, session.answer(says)
@@ -341,13 +342,14 @@ def spoken(says="abcdefghijklmnopqrstuvw", settings=HalfDuplexSettings(), **chan
 def test_every_chunk_is_spoken_before_the_next_one_is_written():
     _, played = spoken(speaks=[20, 30, 1])
 
-    kinds = [run.op.kind for run in played.ops if run.op.kind != ops.DECODE]
+    kinds = [run.op.kind for run in played.ops]
+    write = [ops.DECODE] * 10
     assert kinds == [
-        *(ops.PREFILL, ops.SPEAK, ops.SPEAK, ops.START_TURN, ops.VOCODE, ops.SPEAK),
-        *(ops.SPEAK, ops.VOCODE, ops.VOCODE),
-    ][: len(kinds)]
-    assert played.ops[10].op.kind == ops.DECODE
-    assert played.ops[11].op.kind == ops.SPEAK
+        *(ops.PREFILL, *write, ops.SPEAK),
+        # Codes 1 to 45 make the first second; 50 of them the second one.
+        *(*write, ops.SPEAK, ops.START_TURN, ops.VOCODE, ops.SPEAK, ops.VOCODE),
+        *(*write[:3], ops.SPEAK, ops.VOCODE),
+    ]
 
 
 def test_words_carry_the_state_at_their_own_position():
@@ -500,7 +502,9 @@ def test_the_newest_round_goes_too_if_a_message_needs_the_room():
 
     session.hear("b" * 130)
 
-    assert session.shown == f"{SYSTEM}{CLOSING}<|im_start|>user\n{'b' * 130}"
+    assert session.shown == f"{SYSTEM}<|im_start|>user\n{'b' * 130}"
+    session.answer("ok")
+    assert sum(session.state.rounds) + session.state.n_system == session.state.n_tokens
 
 
 def test_what_no_cut_can_make_room_for_is_refused():

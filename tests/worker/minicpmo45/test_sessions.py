@@ -165,7 +165,7 @@ def test_ten_minutes_keep_every_cache_bounded(monkeypatch):
         n_slides += state.mel.base_frames > base
         assert result.is_listen == (script is silence)
         assert np.isfinite(result.audio).all()
-        assert torch.isfinite(model.logits[0]).all()
+        assert torch.isfinite(model.language.logits[0]).all()
         assert state.context_tokens <= 400
         assert state.context_tokens + MAX_UNIT_TOKENS <= model.n_positions
         assert state.audio_past <= model.config.audio.max_positions
@@ -180,7 +180,7 @@ def test_ten_minutes_keep_every_cache_bounded(monkeypatch):
 
 
 def shapes(model):
-    caches = (model.context, model.audio_cache, model.speech_cache)
+    caches = (model.language.cache, model.audio_cache, model.speech_cache)
     for index, cache in enumerate(caches):
         for side, tensors in (("keys", cache.keys), ("values", cache.values)):
             for layer, tensor in enumerate(tensors):
@@ -217,7 +217,7 @@ def test_a_window_cut_leaves_the_next_unit_sound(tiny, monkeypatch):
     for k in range(12):
         result = run_program(tiny, tiny.unit(state, unit(k)))
         cuts += len(result.of(ops.MOVE))
-        assert torch.isfinite(tiny.logits[0]).all()
+        assert torch.isfinite(tiny.language.logits[0]).all()
         assert state.context_tokens <= 120 + 40
 
     assert cuts > 1

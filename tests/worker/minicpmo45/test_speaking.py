@@ -10,8 +10,10 @@ import torch
 from tests.fakes.turn_model import TOKENIZER, TurnModel
 from tests.golden.driver import run_program
 from worker.models.minicpmo45 import ops
-from worker.models.minicpmo45.duplex import SeededDraws
+from worker.models.minicpmo45.draws import SeededDraws
 from worker.models.minicpmo45.speaking import CodeBuffer, TextStream, Utterance, Words, say
+from worker.models.minicpmo45.tokenizer import Tokenizer, build_bpe
+from worker.models.minicpmo45.vocabulary import BUILT_IN_ADDED, BUILT_IN_VOCABULARY
 from worker.nn.code_sampling import CodeSampling
 
 SILENCE = (4218, 4218, 4218)
@@ -49,6 +51,16 @@ def test_streamed_text_is_the_decoded_text():
             stream = TextStream(TOKENIZER, shows_special)
             text = "".join(map(stream.push, ids)) + stream.flush()
             assert text == TOKENIZER.decode(ids, skip_special=not shows_special)
+
+
+def test_a_token_that_is_no_bytes_is_streamed_as_it_is_written():
+    token = "<é你>"
+    added = {**BUILT_IN_ADDED, token: (151_990, False)}
+    tokenizer = Tokenizer(build_bpe(BUILT_IN_VOCABULARY, [], added))
+
+    text = TextStream(tokenizer).push(151_990)
+
+    assert text == tokenizer.decode([151_990]) == token
 
 
 # ---- codes

@@ -310,6 +310,7 @@ def test_a_vocabulary_without_the_other_eos_ends_with_im_end(folder: Path) -> No
         ("merges.txt", "qzz\n", "does not fit"),
         ("tokenizer_config.json", "[]", "no JSON object"),
         ("tokenizer_config.json", '{"bad_token_ids": ["x"]}', "bad_token_ids"),
+        ("tokenizer_config.json", '{"bad_token_ids": [9999]}', "bad_token_ids must be ids from 0"),
         ("tokenizer_config.json", '{"chat_template": "{% for"}', "no Jinja"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "added_tokens_decoder"),
         ("added_tokens.json", '{"<think>": "x"}', "added_tokens.json"),

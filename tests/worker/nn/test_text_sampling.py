@@ -311,15 +311,6 @@ def test_listen_scale_acts_on_listen_or_as_the_reference_on_im_end(quirk, listen
     torch.testing.assert_close(ours, distribution(expected))
 
 
-def test_a_forbidden_listen_token_survives_a_scale_of_zero():
-    vocabulary = dataclasses.replace(VOCABULARY, listen=BAD[0])
-    setting = dataclasses.replace(PLAIN, listen_prob_scale=0.0)
-
-    chosen = decide(noise(), [setting], [NOTHING], [(0.999, 0.5)], vocabulary)
-
-    assert int(chosen) not in BAD
-
-
 def test_listen_is_certain_among_the_top_k():
     logits = flat(_52=1.0, _7=3.0, _8=2.0)  # two tokens are likelier
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from shared.errors import OmniError
 from worker.compile.regions import compile_decode
 from worker.engine.contract import Program
+from worker.models.batches import one_by_one
 from worker.models.cascade import conversation
 from worker.models.cascade.hearing import (
     DETECT_SPEECH,
@@ -158,18 +158,3 @@ class CascadeModel:
 
     def end(self, state: Any) -> None:
         conversation.end(self, state)
-
-
-def one_by_one(runner: Callable[[Any], Any]) -> Callable[[Sequence[Any]], list[Any]]:
-    """Return a batch runner that runs each op alone; an op's expected error is its result."""
-
-    def run(payloads: Sequence[Any]) -> list[Any]:
-        results: list[Any] = []
-        for payload in payloads:
-            try:
-                results.append(runner(payload))
-            except (ValueError, OmniError) as error:
-                results.append(error)
-        return results
-
-    return run

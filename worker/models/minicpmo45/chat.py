@@ -19,7 +19,7 @@ from torch import Tensor
 from shared.errors import BadMessage
 from worker.engine.contract import Emit, Op, Program
 from worker.models.minicpmo45 import ops
-from worker.models.minicpmo45.duplex import Draws, SeededDraws
+from worker.models.minicpmo45.draws import Draws, SeededDraws
 from worker.models.minicpmo45.feeding import feed
 from worker.models.minicpmo45.ops import Choice, Fed, Piece, Step
 from worker.models.minicpmo45.prompt import (

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from shared.protocol import DuplexSettings, Timings
 from worker.engine.contract import Emit, Op, Program
 from worker.models.contract import PreparedInfo, Prompt, Unit, UnitResult
 from worker.models.minicpmo45 import ops
+from worker.models.minicpmo45.draws import Draws, SeededDraws
 from worker.models.minicpmo45.feeding import feed, n_rows
 from worker.models.minicpmo45.images import plan_slices
 from worker.models.minicpmo45.ops import Choice, Fed, Piece, PreparedInput
@@ -54,31 +55,6 @@ MAX_PROMPT_SHARE: Final = 0.5
 """Largest part of the window that the prompt may take."""
 IGNORED: Final = frozenset({"ls_mode"})
 """Settings that mean nothing to this model; named in `prepared.ignored`."""
-
-
-class Draws(Protocol):
-    """Where a session's random numbers come from."""
-
-    def text(self) -> tuple[float, float]:
-        """Two numbers in [0, 1) for one text token."""
-
-    def codes(self, n: int) -> Sequence[float]:
-        """`n` numbers in [0, 1) for as many speech tokens."""
-
-
-class SeededDraws:
-    """Random numbers of a session; a copy of it goes on like the original."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = np.random.Generator(np.random.PCG64(seed))
-
-    def text(self) -> tuple[float, float]:
-        first, second = self._generator.random(2).tolist()
-        return first, second
-
-    def codes(self, n: int) -> Sequence[float]:
-        numbers: list[float] = self._generator.random(n).tolist()
-        return numbers
 
 
 @dataclass(slots=True)
@@ -372,7 +348,7 @@ def _decide(model: MiniCpmO45, state: Duplex, unit: Unit, taken: TakenIn, costs:
     state.n_units += 1
     costs.add("prefill_ms")
     if not forced:
-        decision = yield from _decode(model, state, fed.token, unit.deadline)
+        decision = yield from _decode(model, state, fed, unit.deadline)
         costs.add("decode_ms")
         return decision
     state.pending = (ids.listen, ids.unit_end)
@@ -382,7 +358,7 @@ def _decide(model: MiniCpmO45, state: Duplex, unit: Unit, taken: TakenIn, costs:
     return Decision(is_listen=True, was_interrupted=was_interrupted)
 
 
-def _decode(model: MiniCpmO45, state: Duplex, token: int | None, deadline: float) -> Program:
+def _decode(model: MiniCpmO45, state: Duplex, fed: Fed, deadline: float) -> Program:
     ids = model.tokenizer.ids
     n_steps = state.settings.max_new_speak_tokens_per_chunk or MAX_NEW_TOKENS
     words: list[int] = []
@@ -390,7 +366,7 @@ def _decode(model: MiniCpmO45, state: Duplex, token: int | None, deadline: float
     ends_turn = False
     terminator = ids.chunk_eos
     for step in range(n_steps - 1):
-        token = _decided(model, state, token)
+        token = _decided(model, state, fed)
         if token == ids.listen and state.turn_is_open:
             token = ids.tts_bos
         if token in (ids.listen, ids.chunk_eos, ids.chunk_tts_eos):
@@ -401,7 +377,7 @@ def _decode(model: MiniCpmO45, state: Duplex, token: int | None, deadline: float
             break
         choice = _choice(state) if step < n_steps - 2 else None
         request = ops.Step(state.slot, state.n_tokens, token, choice)
-        fed: Fed = yield Op(ops.DECODE, request, deadline=deadline)
+        fed = yield Op(ops.DECODE, request, deadline=deadline)
         state.n_tokens += 1
         ends_turn = token == ids.turn_eos
         state.turn_is_open = not ends_turn
@@ -409,7 +385,6 @@ def _decode(model: MiniCpmO45, state: Duplex, token: int | None, deadline: float
         if step > 0:
             words.append(token)
             states.append(fed.hidden)
-        token = fed.token
         if state.interrupt_asked:
             break
     state.pending = (terminator, ids.unit_end)
@@ -424,16 +399,16 @@ def _choice(state: Duplex) -> Choice:
     return Choice(state.sampling, state.draws.text(), recent)
 
 
-def _decided(model: MiniCpmO45, state: Duplex, token: int | None) -> int:
+def _decided(model: MiniCpmO45, state: Duplex, fed: Fed) -> int:
     """The id that counts: the sampler's, which is remembered, or the script's."""
     scripted = next(state.script, None) if state.script is not None else None
     if scripted is not None:
         return scripted
-    assert token is not None, "a choice was asked for"
-    if token != model.tokenizer.ids.chunk_eos:
-        state.said.append(token)
+    assert fed.token is not None, "a choice was asked for"
+    if fed.token != model.tokenizer.ids.chunk_eos and not fed.is_direct:
+        state.said.append(fed.token)
         del state.said[:-MAX_SAID]
-    return token
+    return fed.token
 
 
 def _close_turn(model: MiniCpmO45, state: Duplex) -> None:
@@ -522,7 +497,7 @@ def trim(state: Duplex, deadline: float) -> Program:
     move = ops.MoveRequest(state.slot, cut.start, state.n_tokens, cut.target)
     yield Op(ops.MOVE, move, deadline=deadline)
     if cut.rewritten:
-        again = ops.Feed(state.slot, cut.rewritten_at, (cut.rewritten,), is_inside=True)
+        again = ops.Feed(state.slot, cut.rewritten_at, (cut.rewritten,))
         yield Op(ops.PREFILL, again, again.bucket, deadline)
     state.n_tokens += cut.target - cut.start
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from shared.errors import BadMessage
 from worker.engine.contract import Emit, Op, Program
 from worker.models.minicpmo45 import ops
-from worker.models.minicpmo45.duplex import Draws, SeededDraws
-from worker.models.minicpmo45.feeding import feed
+from worker.models.minicpmo45.draws import Draws, SeededDraws
+from worker.models.minicpmo45.feeding import feed, n_rows
 from worker.models.minicpmo45.ops import Choice, Fed, Step
 from worker.models.minicpmo45.prompt import (
     MediaOptions,
@@ -203,17 +203,21 @@ def prefill(model: MiniCpmO45, state: HalfDuplex, message: Message) -> Program:
         raise BadMessage(f"the system message has {layout.n_rows} tokens, at most {limit}")
     if layout.n_rows:
         pieces = yield from embed(model, layout, options, deadline)
+        had_rounds = bool(state.rounds)
         yield from _make_room(model, state, layout.n_rows + _least_answer(model), deadline)
+        if had_rounds and not state.rounds:  # the answer to be closed is gone
+            text = text.removeprefix(ANSWER_CLOSING)
+            pieces = (pieces[0][len(encoded(model, ANSWER_CLOSING)) :], *pieces[1:])
         yield from feed(state.slot, state.n_tokens, pieces, deadline)
-        state.n_tokens += layout.n_rows
-        _register(model, state, layout.n_rows, is_system)
+        state.n_tokens += n_rows(pieces)
+        _register(model, state, n_rows(pieces), is_system)
     return TakenIn(text, state.n_tokens)
 
 
-def _register(model: MiniCpmO45, state: HalfDuplex, n_rows: int, is_system: bool) -> None:
+def _register(model: MiniCpmO45, state: HalfDuplex, n_fed: int, is_system: bool) -> None:
     """Count what has been fed for the round that it belongs to."""
     if is_system:
-        state.n_system = n_rows
+        state.n_system = n_fed
         return
     if not state.is_user_turn:
         # What closes the last answer goes with it when its round is dropped.
@@ -222,7 +226,7 @@ def _register(model: MiniCpmO45, state: HalfDuplex, n_rows: int, is_system: bool
             state.rounds[-1] += n_closing
         state.rounds.append(-n_closing)
         state.is_user_turn = True
-    state.rounds[-1] += n_rows
+    state.rounds[-1] += n_fed
 
 
 def _opening(state: HalfDuplex) -> str:

@@ -109,8 +109,7 @@ def from_folder(
         token2wav = read_token2wav(assets, options.n_timesteps, device)
     encoder = VoiceEncoder.for_assets(assets) if options.has_voice else None
     heard = _default_sample(options.reference_voice, folder)
-    has_own = encoder is not None and heard.size > 0
-    voice = encoder.encode(heard) if encoder is not None and has_own else neutral_voice()
+    voice = _default_voice(encoder, heard)
     parts = weights.load(
         folder, config, device, dtype, options.pt_path, _shared(progress, 0.0, TOKEN2WAV_SHARE)
     )
@@ -163,6 +162,15 @@ def _default_sample(reference: Path | None, folder: Path) -> NDArray[np.float32]
             "convert it first"
         )
     return samples
+
+
+def _default_voice(encoder: VoiceEncoder | None, heard: NDArray[np.float32]) -> VoiceFeatures:
+    if encoder is None or not heard.size:
+        return neutral_voice()
+    try:
+        return encoder.encode(heard)
+    except BadAudio as error:
+        raise ModelLoadError(f"the default voice cannot be used: {error}") from error
 
 
 def _shared(progress: Progress, start: float, end: float) -> Callable[[float, str], None]:

@@ -6,7 +6,6 @@ Payloads are plain values; tensors in them lie on the model's device and are onl
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,18 +74,14 @@ class Feed:
     pieces: tuple[Piece, ...]
     choice: Choice | None = None
     """None: nothing is chosen; the logits of the last row stay with the slot all the same."""
-    is_inside: bool = False
-    """Positions behind it are in use, so that nothing may be written there, no padding either."""
 
     @property
     def n_rows(self) -> int:
         return sum(map(len, self.pieces))
 
     @property
-    def bucket(self) -> Hashable:
-        """Requests of one bucket may be padded to one size and run together."""
-        if self.is_inside:
-            return ("inside", self.n_rows)
+    def bucket(self) -> int:
+        """Rows that it is padded to: feeds of one bucket run together."""
         return next(size for size in FEED_BUCKETS if self.n_rows <= size)
 
 
@@ -106,6 +101,8 @@ class Fed:
     """What was chosen; None if nothing was to be."""
     hidden: Tensor
     """State of the last row after the closing norm, `[D]`."""
+    is_direct: bool = False
+    """`listen_top_k` alone settled it; the penalty does not count such a token as said."""
 
 
 @dataclass(frozen=True, slots=True)

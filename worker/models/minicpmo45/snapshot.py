@@ -40,8 +40,8 @@ def save(model: MiniCpmO45, state: Duplex) -> Snapshot:
         token2wav = model.token2wav.save(slot)
     return Snapshot(
         _copied(state),
-        model.context.save(slot, state.n_tokens),
-        model.logits[slot].clone(),
+        model.language.cache.save(slot, state.n_tokens),
+        model.language.logits[slot].clone(),
         model.audio_cache.save(slot, state.audio_past),
         speech,
         token2wav,
@@ -53,8 +53,8 @@ def restore(model: MiniCpmO45, snapshot: Snapshot, slot: int) -> Duplex:
     """Write a session into a slot, whatever that held; returns its state."""
     state = _copied(snapshot.state)
     state.slot = slot
-    model.context.restore(slot, snapshot.context)
-    model.logits[slot] = snapshot.logits
+    model.language.cache.restore(slot, snapshot.context)
+    model.language.logits[slot] = snapshot.logits
     model.audio_cache.restore(slot, snapshot.audio)
     if model.token2wav is not None:
         model.speech_cache.restore(slot, snapshot.speech)

@@ -22,7 +22,7 @@ from worker.nn.code_sampling import CodeSampling
 from worker.nn.speech import SpeechRequest
 
 if TYPE_CHECKING:
-    from worker.models.minicpmo45.duplex import Draws
+    from worker.models.minicpmo45.draws import Draws
     from worker.models.minicpmo45.model import MiniCpmO45
     from worker.models.minicpmo45.tokenizer import Tokenizer
 

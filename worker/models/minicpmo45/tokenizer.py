@@ -111,7 +111,8 @@ class Tokenizer:
             template: Jinja source of the chat template; None = the built-in one.
 
         Raises:
-            ModelLoadError: a special token is missing, or the template is no Jinja.
+            ModelLoadError: a special token is missing, a bad id does not exist, or the template is
+                no Jinja.
         """
         self._bpe = bpe
         self.ids = special_tokens(bpe)
@@ -121,6 +122,10 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.n_ids = 1 + max(bpe.get_vocab(with_added_tokens=True).values())
         """The highest id plus one: the least number of rows that embeddings need."""
+        if not all(0 <= index < self.n_ids for index in bad_ids):
+            raise ModelLoadError(
+                f"tokenizer_config.json: bad_token_ids must be ids from 0 to {self.n_ids - 1}"
+            )
         self._template = compile_template(template or DEFAULT_TEMPLATE)
 
     @classmethod

@@ -1,12 +1,10 @@
-"""Attention of one new token per row over caches with a slot dimension, grouped queries.
+"""One new token per row: head norms, rotation, cache write and attention in one go.
 
-Flash decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): the live positions
-of a row are shared among several programs, each with its own running softmax, and a second kernel
-merges their parts. Unlike attention over a common span it reads what a row has and nothing else,
-so time follows the true lengths, and what lies behind them is never loaded, NaN or not.
-
-The eager twin is `worker.nn.attention.Span` with one new token. Needs Triton; plain kernels
-rather than a registered operator, so that the compiler sees them and keeps them with the graph.
+At one token per row a decoder layer is many small kernels, and each costs its start; together
+these steps take about as long as the attention alone. The kernel reads what a row has and nothing
+else, so time follows the true lengths. Plain kernels rather than a registered operator, so that
+the compiler sees them and keeps them with the graph. The eager twin is the plain way through
+`worker.nn.decoder.DecoderLayer` over a span. Needs Triton.
 """
 
 import torch
@@ -14,28 +12,72 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-LOG2_E = 1.4426950408889634
+from worker.nn.kernels.parts import (
+    LOG2_E,
+    merge_parts,
+    n_splits,
+    padded,
+    part_buffers,
+    walk,
+)
+
 BLOCK = 64
 """Positions per step of a program."""
-TARGET_PROGRAMS = 512
-"""About two waves of programs on 132 multiprocessors with two programs each."""
+WARPS, STAGES = 4, 3
 MIN_SPLITS, MAX_SPLITS = 8, 32
 """Rows of a batch differ in length, so even a large batch is split: the longest must not wait."""
 
 
 @triton.jit
+def _load_turned(
+    heads_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    offsets,
+    mask,
+    EPS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    """Heads at `offsets` `[R]`, normed and turned, in their own dtype: `[R, d]`."""
+    dtype = heads_ptr.dtype.element_ty
+    dims = tl.arange(0, D_PAD)
+    partner = (dims + D // 2) % D
+    both = mask[:, None] & (dims < D)[None, :]
+    x = tl.load(heads_ptr + offsets[:, None] + dims[None, :], both, 0.0).to(tl.float32)
+    y = tl.load(heads_ptr + offsets[:, None] + partner[None, :], both, 0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + EPS)[:, None]
+        # Rounded where plain operations round: after the norm and after its weight.
+        x_weight = tl.load(weight_ptr + dims, dims < D, 0.0).to(tl.float32)[None, :]
+        y_weight = tl.load(weight_ptr + partner, dims < D, 0.0).to(tl.float32)[None, :]
+        x = ((x * scale).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
+        y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
+    cos = tl.load(cos_ptr + dims, dims < D, 0.0)[None, :]
+    sin = tl.load(sin_ptr + dims, dims < D, 0.0)[None, :]
+    return (x * cos + y * sin).to(dtype)
+
+
+@triton.jit
 def _attend_part(
-    q_ptr,
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    table_ptr,
     keys_ptr,
     values_ptr,
     slots_ptr,
-    lengths_ptr,
+    positions_ptr,
     mixed_ptr,
     highest_ptr,
     total_ptr,
     n_kv_heads,
-    n_tokens,
+    n_places,
     SCALE: tl.constexpr,
+    EPS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -44,129 +86,131 @@ def _attend_part(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One row, one key head, one share of the positions: unnormalised result and its softmax."""
+    """One row, one key head, one share of the positions; the first share has the new token too."""
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot, length = tl.load(slots_ptr + row), tl.load(lengths_ptr + row).to(tl.int32)
+    slot = tl.load(slots_ptr + row)
+    position = tl.minimum(tl.load(positions_ptr + row), n_places - 1).to(tl.int32)
+    length = tl.where(position < n_places - 1, position, 0)  # padding looks at nothing
     share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
     start = split * share
     end = tl.minimum(start + share, length)
 
     heads, dims = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD)
     is_head, is_dim = heads < GROUP, dims < D
-    first = (row * n_kv_heads + kv) * GROUP  # the head index of this group, over all rows
-    of_heads = (first + heads)[:, None] * D + dims[None, :]
-    q_mask = is_head[:, None] & is_dim[None, :]
-    q = tl.load(q_ptr + of_heads, q_mask, 0.0)  # [G, d]
-    base = (slot * n_kv_heads + kv) * n_tokens * D
+    row_ptr = qkv_ptr + row * (n_kv_heads * (GROUP + 2)) * D  # [H + 2 K, d]
+    cos_ptr, sin_ptr = table_ptr + position * D, table_ptr + (n_places + position) * D
+    q_offsets = (kv * GROUP + heads) * D
+    q = _load_turned(
+        row_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_offsets, is_head, EPS, HAS_NORM, D, D_PAD
+    )
+    base = (slot * n_kv_heads + kv) * n_places * D
 
     highest = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
     mixed = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
-    for block in range(start, end, BLOCK):
-        index = block + tl.arange(0, BLOCK)
-        is_live = index < end
-        place = base + index[:, None] * D + dims[None, :]
-        mask = is_live[:, None] & is_dim[None, :]
-        k = tl.load(keys_ptr + place, mask, 0.0)  # [BLOCK, d]
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
-        scores = tl.where(is_live[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
-        v = tl.load(values_ptr + place, mask, 0.0)
-        mixed = mixed * shrink[:, None]
-        mixed += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        total = total * shrink + tl.sum(weights, 1)
-        highest = new_highest
-
-    parts = (first + heads) * SPLITS + split
+    if split == 0:
+        # Straight from the registers: nobody has to wait for its own write.
+        k_offset = (n_kv_heads * GROUP + kv) * D + tl.arange(0, 1)
+        k = _load_turned(
+            row_ptr,
+            k_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            k_offset,
+            k_offset >= 0,
+            EPS,
+            HAS_NORM,
+            D,
+            D_PAD,
+        )
+        v = tl.load(row_ptr + (n_kv_heads * (GROUP + 1) + kv) * D + dims, is_dim, 0.0)
+        place = base + position.to(tl.int64) * D + dims
+        tl.store(keys_ptr + place[None, :], k, is_dim[None, :])
+        tl.store(values_ptr + place, v, is_dim)
+        highest = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * SCALE
+        total += 1.0
+        mixed += v.to(tl.float32)[None, :]
+    highest, total, mixed = walk(
+        q,
+        tl.full((GROUP_PAD,), length, tl.int32),
+        highest,
+        total,
+        mixed,
+        keys_ptr + base,
+        values_ptr + base,
+        start,
+        end,
+        SCALE,
+        D,
+        D_PAD,
+        BLOCK,
+        PRECISION,
+    )
+    parts = ((row * n_kv_heads + kv) * GROUP + heads) * SPLITS + split
     tl.store(highest_ptr + parts, highest, is_head)
     tl.store(total_ptr + parts, total, is_head)
-    if start < end:
-        tl.store(mixed_ptr + parts[:, None] * D + dims[None, :], mixed, q_mask)
-
-
-@triton.jit
-def _merge_parts(
-    mixed_ptr,
-    highest_ptr,
-    total_ptr,
-    out_ptr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """One head of one row: the weighted mean of its parts; zeros for a row without any."""
-    head = tl.program_id(0)
-    parts, dims = head * SPLITS + tl.arange(0, SPLITS), tl.arange(0, D_PAD)
-    highest, total = tl.load(highest_ptr + parts), tl.load(total_ptr + parts)
-    has_any = total > 0.0
-    weights = tl.where(has_any, tl.exp2(highest - tl.max(highest, 0)), 0.0)
-    mask = has_any[:, None] & (dims < D)[None, :]  # an empty part was never written
-    mixed = tl.load(mixed_ptr + parts[:, None] * D + dims[None, :], mask, 0.0)
-    whole = tl.sum(total * weights, 0)
-    out = tl.sum(mixed * weights[:, None], 0) / tl.where(whole > 0.0, whole, 1.0)
-    tl.store(out_ptr + head * D + dims, out.to(out_ptr.dtype.element_ty), dims < D)
-
-
-def n_splits(n_pairs: int) -> int:
-    """Return among how many programs the positions of a row and key head are shared."""
-    splits = MIN_SPLITS
-    while splits < MAX_SPLITS and splits * n_pairs < TARGET_PROGRAMS:
-        splits *= 2
-    return splits
-
-
-def padded(size: int) -> int:
-    """Return the power of two that holds `size`; a matrix unit takes 16 at least."""
-    return max(16, 1 << (size - 1).bit_length())
+    if (split == 0) | (start < end):
+        of_parts = parts[:, None] * D + dims[None, :]
+        tl.store(mixed_ptr + of_parts, mixed, is_head[:, None] & is_dim[None, :])
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    table: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
 ) -> Tensor:
-    """Return the attention of one query per head and row, `[B, H, d]`.
+    """Write one token of each row to the caches and return its attention, `[B, H, d]`.
 
     Args:
-        q: `[B, H, d]`, contiguous; fp32, bf16 or fp16, as the caches.
-        keys, values: `[slots, K, T, d]`, contiguous; the query heads of one key head stand
-            together.
+        qkv: queries, keys and values as the layer's one matrix made them, `[B, H + 2 K, d]`,
+            contiguous; fp32, bf16 or fp16, as the caches.
+        norms: weights `[d]` of the queries' and the keys' norm and its epsilon, if there is one.
+        table: cosine and signed sine of every position, fp32 `[2, T, d]`.
+        keys, values: `[slots, K, T, d]`, contiguous, written in place.
         slots: cache row of each row, int64 `[B]`.
-        lengths: how many positions of its slot a row sees, int64 `[B]`; at most T. 0 gives zeros.
+        positions: int64 `[B]`. T - 1 and more is padding: it is written to T - 1 and sees itself.
     """
-    b, n_heads, d = q.shape
-    n_kv_heads, n_tokens = keys.shape[1], keys.shape[2]
-    splits = n_splits(b * n_kv_heads)
-    group = n_heads // n_kv_heads
-    d_pad, group_pad = padded(d), padded(group)
-    is_single = q.dtype == torch.float32
-    mixed = torch.empty((b, n_heads, splits, d), dtype=torch.float32, device=q.device)
-    highest = torch.empty((b, n_heads, splits), dtype=torch.float32, device=q.device)
-    total = torch.empty((b, n_heads, splits), dtype=torch.float32, device=q.device)
-    out = torch.empty_like(q)
+    b, n_all, d = qkv.shape
+    n_kv_heads, n_places = keys.shape[1], keys.shape[2]
+    n_heads = n_all - 2 * n_kv_heads
+    group, d_pad = n_heads // n_kv_heads, padded(d)
+    splits = n_splits(b * n_kv_heads, MIN_SPLITS, MAX_SPLITS)
+    out = torch.empty((b, n_heads, d), dtype=qkv.dtype, device=qkv.device)
+    mixed, highest, total = part_buffers(out, splits)
+    q_weight, k_weight, eps = (qkv, qkv, 0.0) if norms is None else norms
+    is_single = qkv.dtype == torch.float32
     _attend_part[(b, n_kv_heads, splits)](
-        q,
+        qkv,
+        q_weight,
+        k_weight,
+        table,
         keys,
         values,
         slots,
-        lengths,
+        positions,
         mixed,
         highest,
         total,
         n_kv_heads,
-        n_tokens,
+        n_places,
         SCALE=d**-0.5 * LOG2_E,
+        EPS=eps,
+        HAS_NORM=norms is not None,
         GROUP=group,
-        GROUP_PAD=group_pad,
+        GROUP_PAD=padded(group),
         D=d,
         D_PAD=d_pad,
         SPLITS=splits,
         BLOCK=BLOCK,
         PRECISION="ieee" if is_single else "tf32",
-        num_warps=4,
-        num_stages=2 if is_single else 3,
+        num_warps=WARPS,
+        num_stages=2 if is_single else STAGES,
     )
-    _merge_parts[(b * n_heads,)](
+    merge_parts[(b * n_heads,)](
         mixed, highest, total, out, D=d, D_PAD=d_pad, SPLITS=splits, num_warps=4
     )
     return out
