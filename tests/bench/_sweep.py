@@ -1,4 +1,4 @@
-import itertools, re, sys, torch
+import itertools, re, sys, torch, triton
 from pathlib import Path
 from worker.nn.kernels import decode_attention as dec, prefill_attention as pre
 L=36
@@ -28,17 +28,30 @@ with torch.inference_mode():
     def decode(b,length):
         qkv=torch.randn(b,48,128,device="cuda",dtype=torch.bfloat16); sl=torch.arange(b,device="cuda"); po=torch.full((b,),length-1,device="cuda")
         return graph_us(lambda:[dec.decode_attention(qkv,(w,w,1e-6),table,k,v,sl,po) for k,v in zip(K,V)])
-    best=None
-    for block,warps,stages,(lo,hi) in itertools.product((64,128),(4,8),(2,3),((8,32),(8,64),(4,32))):
-        if block==128 and stages==3 and warps==4: continue
-        put(dec,BLOCK=block,WARPS=warps,STAGES=stages,MIN_SPLITS=lo,MAX_SPLITS=hi)
-        one=[] if lo==4 else [decode(1,500),decode(1,4000)]
-        many=[] if hi==64 else [decode(8,4000),decode(32,500),decode(32,4000)]
-        print("decode",block,warps,stages,lo,hi,[round(x,2) for x in one],[round(x,2) for x in many],flush=True)
+    base=best=None
+    for block,warps,stages,hi in itertools.product((64,128),(4,8),(3,2),(32,64)):
+        put(dec,BLOCK=block,WARPS=warps,STAGES=stages,MAX_SPLITS=hi)
+        try: t=[decode(1,500),decode(1,4000)]+([decode(8,4000),decode(32,500),decode(32,4000)] if hi==32 else many)
+        except triton.runtime.errors.OutOfResources as e: print(e); continue
+        if hi==32: many=t[2:]
+        base=base or t
+        score=sum(w*x/y for w,x,y in zip((1,3,1,1,2),t,base))
+        print("decode",block,warps,stages,hi,[round(x,2) for x in t],round(score,3),flush=True)
+        if best is None or score<best[0]: best=(score,block,warps,stages,hi)
+    _,block,warps,stages,hi=best
+    write(dec,None,{r"^BLOCK = \d+":f"BLOCK = {block}",r"^WARPS, STAGES = .*":f"WARPS, STAGES = {warps}, {stages}",r"^MIN_SPLITS, MAX_SPLITS = .*":f"MIN_SPLITS, MAX_SPLITS = 8, {hi}"})
+    base=best=None
     sys.stdout.flush()
     def prefill(b,n,start):
         q=torch.randn(b,n,32,128,device="cuda",dtype=torch.bfloat16); sl=torch.arange(b,device="cuda"); po=start+torch.arange(n,device="cuda").repeat(b,1)
         return graph_us(lambda:[pre.prefill_attention(q,k,v,sl,po) for k,v in zip(K,V)])
     for queries,block,warps,stages,hi in ((64,64,4,3,16),(64,64,4,2,16),(64,128,4,2,16),(128,64,8,3,16),(128,128,8,2,16),(128,64,8,2,16),(64,64,4,3,8),(128,64,8,3,8),(64,64,4,3,32)):
         put(pre,MAX_QUERIES=queries,BLOCK=block,WARPS=warps,STAGES=stages,MAX_SPLITS=hi)
-        print("prefill",queries,block,warps,stages,hi,[round(prefill(*c),2) for c in ((1,32,3900),(1,96,3900),(1,224,3800),(8,96,3900),(1,1024,3000))],flush=True)
+        try: t=[prefill(*c) for c in ((1,32,3900),(1,96,3900),(1,224,3800),(8,96,3900),(1,1024,3000))]
+        except triton.runtime.errors.OutOfResources as e: print(e); continue
+        base=base or t
+        score=sum(w*x/y for w,x,y in zip((1,3,2,1,1),t,base))
+        print("prefill",queries,block,warps,stages,hi,[round(x,2) for x in t],round(score,3),flush=True)
+        if best is None or score<best[0]: best=(score,queries,block,warps,stages,hi)
+    _,queries,block,warps,stages,hi=best
+    write(pre,None,{r"^MAX_QUERIES = .*":f"MAX_QUERIES = {queries}",r"^BLOCK = \d+":f"BLOCK = {block}",r"^WARPS, STAGES = .*":f"WARPS, STAGES = {warps}, {stages}",r"^MAX_SPLITS = .*":f"MAX_SPLITS = {hi}"})

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from shared.protocol import DuplexSettings
 from tests.golden.compare import PROB_ABS, Trace, clip, image, wave
 from tests.golden.driver import Played, run_program
 from tests.golden.loaded import load_model
+from tests.golden.replay_llm_tts import check_top
 from worker.models.contract import Prompt, Unit, UnitResult
-from worker.models.minicpmo45 import ops
+from worker.models.minicpmo45 import duplex, ops
 from worker.models.minicpmo45.duplex import Duplex, sampling_of
 from worker.models.minicpmo45.model import MiniCpmO45
 from worker.models.minicpmo45.window import WindowSettings
@@ -47,7 +49,13 @@ SETTINGS = {
     "length_penalty": "length_penalty",
     "max_new_speak_tokens_per_chunk": "max_new_speak_tokens_per_chunk",
 }
-"""Option of the original's generate call -> setting of ours."""
+"""Option of the original's generate call, or of its constructor -> setting of ours."""
+
+FIXED_SETTINGS = {
+    "force_listen_count": "force_listen_count",
+    "tts_temperature": "tts_temperature",
+}
+"""Option of the original's constructor that no call changes -> setting of ours."""
 
 WINDOW = {
     "sliding_window_mode": "mode",
@@ -56,6 +64,18 @@ WINDOW = {
     "context_max_units": "max_units",
     "context_previous_max_tokens": "previous_max_tokens",
 }
+
+
+MANY_SLICES = 1000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Roomy(WindowSettings):
+    """A window with the original's marks, whose cache holds more: the original has no bounds."""
+
+    @property
+    def n_positions(self) -> int:
+        return 16_384
 
 
 class RecordedDraws:
@@ -78,22 +98,32 @@ class RecordedDraws:
 def replay(trace: Trace, folder: Path) -> None:
     is_causal = trace.name == "duplex_forced"
     config = trace.given("config")
+    unknown = set(config) - set(WINDOW) - set(SETTINGS) - set(FIXED_SETTINGS)
+    assert not unknown, f"options without a setting of ours: {unknown}"
     window = {WINDOW[key]: value for key, value in config.items() if key in WINDOW}
-    model = load_model(folder, WindowSettings(**({"mode": "off"} | window)), is_causal=is_causal)
+    model = load_model(folder, Roomy(**({"mode": "off"} | window)), is_causal=is_causal)
     state = model.new_state(0)
+    settings = {
+        ours: config[theirs]
+        for theirs, ours in (SETTINGS | FIXED_SETTINGS).items()
+        if theirs in config
+    }
     is_sampled = trace.given("draw") == "uniform"
     if "note" in trace.fields:
         trace.given("note")
-    _prepare(trace, folder, model, state)
+    _prepare(trace, folder, model, state, DuplexSettings(**settings))
     state.code_sampling = dataclasses.replace(state.code_sampling, is_greedy=not is_sampled)
-    replayed = Session(trace, model, state, config)
+    replayed = Session(trace, model, state, settings)
     sounds = _Sounds(trace, folder)
-    for index in range(len(trace.fields["units"])):
-        replayed.play(index, sounds)
+    with mock.patch.object(duplex, "MAX_UNIT_SLICES", MANY_SLICES):
+        for index in range(len(trace.fields["units"])):
+            replayed.play(index, sounds)
     replayed.check_totals()
 
 
-def _prepare(trace: Trace, folder: Path, model: MiniCpmO45, state: Duplex) -> None:
+def _prepare(
+    trace: Trace, folder: Path, model: MiniCpmO45, state: Duplex, settings: DuplexSettings
+) -> None:
     system = re.fullmatch(
         r"<\|im_start\|>system\n(.*)\n<\|audio_start\|>", trace.given("prepare.prefix"), re.S
     )
@@ -102,9 +132,7 @@ def _prepare(trace: Trace, folder: Path, model: MiniCpmO45, state: Duplex) -> No
     voice = clip(_source(folder), 0, n_samples) if n_samples else np.zeros(0, np.float32)
     model.default_heard = voice
     none = np.zeros(0, np.float32)
-    played = run_program(
-        model, model.prepare(state, Prompt(system[1], DuplexSettings(), none, none))
-    )
+    played = run_program(model, model.prepare(state, Prompt(system[1], settings, none, none)))
     feeds = [ran.op.payload for ran in played.of(ops.PREFILL)]
     pieces = [piece for feed in feeds for piece in feed.pieces]
     trace.equal("prepare.feeds", _described(pieces, 0))
@@ -158,9 +186,11 @@ class _Sounds:
 class Session:
     """Plays units one after the other and checks each."""
 
-    def __init__(self, trace: Trace, model: MiniCpmO45, state: Duplex, config: Any) -> None:
+    def __init__(
+        self, trace: Trace, model: MiniCpmO45, state: Duplex, settings: dict[str, Any]
+    ) -> None:
         self.trace, self.model, self.state = trace, model, state
-        self.config = config
+        self.settings = settings
         self.speech = WatchedSpeech(model.parts.speech)
         model.parts = dataclasses.replace(model.parts, speech=self.speech)
         self.total: list[int] = []
@@ -192,10 +222,7 @@ class Session:
         unknown = set(options) - set(SETTINGS) - {"force_listen_override"}
         assert not unknown, f"options without a setting of ours: {unknown}"
         given = {SETTINGS[key]: value for key, value in options.items() if key in SETTINGS}
-        settings = DuplexSettings(**given)
-        if "max_new_speak_tokens_per_chunk" in self.config:
-            n_tokens = self.config["max_new_speak_tokens_per_chunk"]
-            settings = DuplexSettings(**given, max_new_speak_tokens_per_chunk=n_tokens)
+        settings = DuplexSettings(**(self.settings | given))
         self.state.settings = settings
         self.state.sampling = sampling_of(settings)
 
@@ -340,9 +367,8 @@ class Session:
         n_drawn = drawn.index(end_code) + 1 if end_code in drawn else len(drawn)
         trace.equal(f"{at}.tts.draws", drawn[:n_drawn])
         if trace.has(f"{name}.tts_prob_top"):
-            theirs = trace.take(f"{name}.tts_prob_top_ids").long()
-            ours = torch.cat(self.speech.trace.probabilities[:n_drawn]).gather(1, theirs)
-            trace.check(f"{name}.tts_prob_top", ours, abs_=PROB_ABS)
+            ours = torch.cat(self.speech.trace.probabilities[:n_drawn])
+            check_top(trace, f"{name}.tts_prob_top", ours, PROB_ABS)
 
     # ---- what is kept
 

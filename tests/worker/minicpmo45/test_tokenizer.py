@@ -119,6 +119,23 @@ def test_added_tokens_without_a_decoder_entry_are_special(folder: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("<|speak|><think>x")) == "<think>x"
 
 
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_an_entry_of_the_vocabulary_with_a_role_is_a_special_token(
+    folder: Path, place: str
+) -> None:
+    """As in the published files, where `<unk>` is no added token."""
+    edit(folder / "tokenizer_config.json", added_tokens_decoder=None, unk_token=None)
+    if not (folder / place).exists():
+        (folder / place).write_text("{}", encoding="utf-8")
+    edit(folder / place, unk_token="<unk>", additional_special_tokens=[{"content": "</s>"}])
+
+    tokenizer = Tokenizer.read(folder)
+
+    ids = [tokenizer.ids.unk, tokenizer.ids.eos_alt]
+    assert tokenizer.encode("<unk></s>") == ids
+    assert tokenizer.decode(ids) == ""
+
+
 def test_one_file_form_gives_the_same(tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer._bpe.save(str(folder / "tokenizer.json"))
     (folder / "vocab.json").unlink()
@@ -190,6 +207,12 @@ def test_template_in_its_own_file_comes_first(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages|length }} new", encoding="utf-8")
 
     assert Tokenizer.read(folder).render_chat(MESSAGES) == "2 new"
+
+
+def test_a_template_may_name_tokens_by_their_role(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template="{{ bos_token + eos_token }}")
+
+    assert Tokenizer.read(folder).render_chat(MESSAGES) == "<|im_start|><|im_end|>"
 
 
 def test_template_named_default_is_taken_from_several(folder: Path) -> None:

@@ -3,10 +3,12 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,6 +18,8 @@ from shared.config import Config
 from shared.errors import ModelLoadError
 from worker.__main__ import WARM_UP_CLIP, builder_of, main, settings_of
 from worker.sessions.rehearsal import ANSWER_S, warm_up_chunks
+
+CHECKPOINT = Path(__file__).parents[2] / "golden/data/checkpoint"
 
 
 def config(**sections) -> Config:
@@ -50,10 +54,10 @@ def test_settings_come_from_the_configuration():
     assert (limits.pause_timeout_s, limits.idle_timeout_s, limits.max_session_s) == (1, 2, 3)
 
 
-def test_the_big_model_is_refused_in_one_sentence():
-    build = builder_of(config(model={"random_weights": True}))
+def test_the_large_model_without_weights_is_refused_where_it_is_built():
+    build = builder_of(config(model={"backend": "minicpmo45"}))
 
-    with pytest.raises(ModelLoadError, match="not part of this version"):
+    with pytest.raises(ModelLoadError, match="there are no weights"):
         build()
 
 
@@ -72,12 +76,71 @@ def test_a_taken_port_ends_with_one(capsys):
     assert f"port {port} cannot be taken" in capsys.readouterr().err
 
 
-def test_a_back_end_that_is_not_there_ends_with_one(tmp_path, capsys):
+def started(tmp_path, capsys, **model):
+    """Exit code and log lines of a worker of the large model that cannot start."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model": {"backend": "minicpmo45"}}))
+    path.write_text(json.dumps({"model": {"backend": "minicpmo45", **model}}))
+    code = main(["--config", str(path), "--port", "0"])
+    return code, capsys.readouterr().err
 
-    assert main(["--config", str(path), "--port", "0"]) == 1
-    assert "minicpmo45 back end is not part of this version" in capsys.readouterr().err
+
+def test_the_large_model_without_weights_ends_with_one_sentence(tmp_path, capsys):
+    code, log = started(tmp_path, capsys)
+
+    assert code == 1
+    assert "set model.model_path" in log
+
+
+def test_random_weights_without_a_gpu_end_with_one_sentence(tmp_path, capsys):
+    code, log = started(tmp_path, capsys, random_weights=True)
+
+    assert code == 1
+    assert "needs a GPU" in log
+
+
+def cut_short(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def another_model(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+
+
+def no_voice(folder):
+    (folder / "assets/token2wav/hift.pt").unlink()
+
+
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def another_shape(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 320}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_short, "model.safetensors"),
+        (another_model, "llama"),
+        (no_voice, "hift.pt"),
+        (no_weights, "safetensors"),
+        (another_shape, "llm.model.layers.0.mlp.down_proj.weight"),
+    ],
+)
+def test_a_damaged_checkpoint_ends_with_one_and_says_what_is_wrong(damage, words, tmp_path, capsys):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(CHECKPOINT, folder)
+    damage(folder)
+
+    code, log = started(tmp_path, capsys, model_path=str(folder))
+
+    assert code == 1
+    assert words in log
+    assert "Traceback" not in log
 
 
 def test_the_port_answers_before_torch_is_imported():

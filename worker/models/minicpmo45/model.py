@@ -296,8 +296,9 @@ class MiniCpmO45:
         duplex.interrupt(state)
 
     def end(self, state: Any) -> None:
-        """Forget the session; what its caches hold is overwritten before anybody looks at it."""
+        """Forget the session: nothing of it can be read any more."""
         state.voice = None
+        self.poison_slot(state.slot)
 
     @torch.inference_mode()
     def poison_slot(self, slot: int) -> None:

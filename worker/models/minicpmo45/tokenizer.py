@@ -93,6 +93,10 @@ STRINGS = {
 """String of a name in `SpecialTokens`; every other name `x` is `<|x|>`."""
 
 
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Keys of `tokenizer_config.json` and `special_tokens_map.json`."""
+
+
 class Tokenizer:
     """Text to ids and back, and the chat template. Safe to use from several threads."""
 
@@ -103,12 +107,17 @@ class Tokenizer:
     """Ids that `decode` leaves out."""
 
     def __init__(
-        self, bpe: BpeTokenizer, bad_ids: frozenset[int] = frozenset(), template: str | None = None
+        self,
+        bpe: BpeTokenizer,
+        bad_ids: frozenset[int] = frozenset(),
+        template: str | None = None,
+        roles: Mapping[str, str] | None = None,
     ) -> None:
         """Take a ready tokenizer.
 
         Args:
             template: Jinja source of the chat template; None = the built-in one.
+            roles: strings that the template knows by a name, such as "eos_token".
 
         Raises:
             ModelLoadError: a special token is missing, a bad id does not exist, or the template is
@@ -127,6 +136,7 @@ class Tokenizer:
                 f"tokenizer_config.json: bad_token_ids must be ids from 0 to {self.n_ids - 1}"
             )
         self._template = compile_template(template or DEFAULT_TEMPLATE)
+        self._roles = dict(roles or {})
 
     @classmethod
     def read(cls, folder: Path) -> Tokenizer:
@@ -148,7 +158,7 @@ class Tokenizer:
             raise ModelLoadError(
                 f"{folder / 'tokenizer_config.json'}: bad_token_ids must be a list of ids"
             )
-        return cls(bpe, frozenset(bad), read_template(folder, config))
+        return cls(bpe, frozenset(bad), read_template(folder, config), token_roles(folder, config))
 
     @classmethod
     def built_in(cls) -> Tokenizer:
@@ -202,6 +212,7 @@ class Tokenizer:
         """
         try:
             return self._template.render(
+                **self._roles,
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 enable_thinking=enable_thinking,
@@ -252,7 +263,7 @@ def from_vocabulary(folder: Path, config: Mapping[str, Any]) -> BpeTokenizer:
         if line and not line.startswith("#version")
     ]
     try:
-        return build_bpe(vocabulary, merges, added_tokens(folder, config))
+        return build_bpe(vocabulary, merges, added_tokens(folder, config, vocabulary))
     except Exception as error:
         raise ModelLoadError(
             f"{folder / 'merges.txt'} does not fit vocab.json: {first_line(error)}"
@@ -268,11 +279,14 @@ def from_tokenizer_json(path: Path) -> BpeTokenizer:
         raise ModelLoadError(f"{path} is damaged or no tokenizer: {first_line(error)}") from error
 
 
-def added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, bool]]:
+def added_tokens(
+    folder: Path, config: Mapping[str, Any], vocabulary: Mapping[str, int]
+) -> dict[str, tuple[int, bool]]:
     """Return id of every added token, and whether `decode` leaves it out.
 
     `added_tokens_decoder` knows both; what stands in `added_tokens.json` alone is special unless
-    the published tokenizer shows it.
+    the published tokenizer shows it. Entries of the vocabulary that have a role (`<unk>` is one)
+    are special too, as in transformers.
     """
     added: dict[str, tuple[int, bool]] = {}
     path = folder / "added_tokens.json"
@@ -289,7 +303,42 @@ def added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int
             f"{folder / 'tokenizer_config.json'}: every entry of added_tokens_decoder must be an "
             "id and its token"
         ) from error
+    for token in (*token_roles(folder, config).values(), *additional_tokens(folder, config)):
+        if token in vocabulary:
+            added.setdefault(token, (vocabulary[token], True))
     return added
+
+
+def token_roles(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the strings that have a role: "bos_token", "eos_token", "pad_token", "unk_token"."""
+    roles: dict[str, str] = {}
+    for source in (special_tokens_map(folder), config):
+        for name in ROLES:
+            content = token_content(source.get(name))
+            if content is not None:
+                roles[name] = content
+    return roles
+
+
+def additional_tokens(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Return the strings of `additional_special_tokens`."""
+    listed: list[str] = []
+    for source in (special_tokens_map(folder), config):
+        entries = source.get("additional_special_tokens") or []
+        contents = map(token_content, entries if isinstance(entries, list) else [])
+        listed += [content for content in contents if content is not None]
+    return listed
+
+
+def special_tokens_map(folder: Path) -> Mapping[str, Any]:
+    path = folder / "special_tokens_map.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def token_content(entry: Any) -> str | None:
+    """Return the string of a token that is given as it is, or as an object with flags."""
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, str) else None
 
 
 def build_bpe(
