@@ -54,6 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=20)
     parser.add_argument("--config", type=Path)
+    parser.add_argument("--commit", help="of this code, where there is no git")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = arguments.config or _full_size(Path(folder))
@@ -63,7 +64,7 @@ def main() -> int:
         with subprocess.Popen(command, cwd=ROOT) as worker:
             try:
                 health = _wait_until_idle(worker, port)
-                report = {"bench": "worker", **provenance()}
+                report = {"bench": "worker", **provenance(arguments.commit)}
                 report["start_s"] = round(time.perf_counter() - began_at, 1)
                 report["stages"] = health["stages"]
                 report |= asyncio.run(_session(port, arguments.seconds))

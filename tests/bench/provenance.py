@@ -12,10 +12,14 @@ ROOT = Path(__file__).parents[2]
 CPU_INFO = Path("/proc/cpuinfo")
 
 
-def provenance() -> dict[str, Any]:
-    """Return commit, machine and the cores this process may use, for a benchmark's JSON line."""
+def provenance(commit: str | None = None) -> dict[str, Any]:
+    """Return commit, machine and the cores this process may use, for a benchmark's JSON line.
+
+    Args:
+        commit: of this code, for machines without its repository.
+    """
     return {
-        "commit": _git("rev-parse", "--short", "HEAD"),
+        "commit": commit or _git("rev-parse", "--short", "HEAD"),
         # Figures of code that is in no commit cannot be looked up later.
         "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "machine": _machine(),
@@ -25,9 +29,12 @@ def provenance() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
     return done.stdout.strip()
 
 

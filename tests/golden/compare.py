@@ -139,9 +139,11 @@ class Trace:
         rms = float(theirs.pow(2).mean().sqrt())
         error = float((got - theirs).pow(2).mean().sqrt())
         norm = float(got.norm() * theirs.norm())
-        correlation = float(got @ theirs) / norm if norm else float(rms == error)
-        if not (correlation > 0.999 and error <= 0.02 * max(rms, 1e-6)):
-            self.fail(f"{name}: correlation {correlation:.6f}, RMS error {error / rms:.2%}")
+        correlation = float(got @ theirs) / norm if norm else 0.0
+        if norm and not correlation > 0.999:  # also true for NaN
+            self.fail(f"{name}: correlation {correlation:.6f}")
+        if not error <= 0.02 * max(rms, 1e-6):
+            self.fail(f"{name}: RMS error {error:.3g} of {rms:.3g}")
 
     def equal(self, path: str, ours: Any, abs_: float = 0.0) -> None:
         """Compare a field, or a whole branch of fields; `abs_` is for numbers."""

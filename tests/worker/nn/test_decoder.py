@@ -1,13 +1,25 @@
 """The decoder against transformers on tiny random models, and its promises about caches."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from worker.compile.regions import compile_decode
-from worker.nn.decoder import Decoder, DecoderConfig, KvCache, Rows, decoder_weights
+from worker.nn.decoder import (
+    Decoder,
+    DecoderConfig,
+    DecoderStack,
+    KvCache,
+    Rows,
+    decoder_weights,
+    rotary_table,
+    rotate,
+    stack_weights,
+    turn_keys,
+)
 
 TINY = DecoderConfig(
     vocab_size=97,
@@ -190,6 +202,213 @@ def test_rewriting_from_an_earlier_position_forgets_what_followed():
     again = prefill(decoder, cache, ids[:, 6:10], start=6)
 
     torch.testing.assert_close(again, whole, **CLOSE)
+
+
+MHA = replace(TINY, n_heads=3, n_kv_heads=3, n_layers=2)
+"""Every query head has its own key head, as in the speech head."""
+ALL = pytest.mark.parametrize("config", [TINY, QWEN, MHA], ids=["llama", "qwen3", "mha"])
+SPAN = 64
+
+
+def embeddings(config, n, seed=3):
+    return torch.randn(n, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def feed_alone(decoder, cache, x, slot, start):
+    """Feed one row without padding over exact slices."""
+    positions = start + torch.arange(len(x))[None]
+    return decoder.feed(cache, x[None], ints(slot), positions, Rows((slot,), (start + len(x),)))[0]
+
+
+def feed_ragged(decoder, cache, pieces, slots, starts, reach):
+    """Feed rows of different lengths at once, NaN in the padding; the states of the tokens."""
+    counts = [len(piece) for piece in pieces]
+    n_new = max(counts) + 2
+    x = torch.full((len(pieces), n_new, decoder.config.hidden_size), torch.nan)
+    for row, piece in enumerate(pieces):
+        x[row, : len(piece)] = piece
+    positions = cache.positions(ints(*starts), ints(*counts), n_new)
+    hidden = decoder.feed(cache, x, ints(*slots), positions, reach)
+    return [row[:count] for row, count in zip(hidden, counts, strict=True)]
+
+
+@ALL
+def test_states_of_all_positions_agree_with_transformers(config):
+    theirs = reference(config)
+    decoder, x = ours(config, theirs), embeddings(config, 11)
+    expected = theirs.model(inputs_embeds=x[None]).last_hidden_state[0].detach()
+
+    hidden = feed_alone(decoder, poisoned(config), x, slot=1, start=0)
+
+    torch.testing.assert_close(hidden, expected, **CLOSE)
+
+
+@ALL
+@pytest.mark.parametrize("span", [None, SPAN], ids=["rows", "span"])
+def test_ragged_rows_equal_rows_alone(config, span):
+    decoder = ours(config)
+    slots, starts, counts = (2, 0, 1), (0, 9, 57), (13, 1, 7)
+    pieces = [embeddings(config, count, seed=count) for count in counts]
+    caches = poisoned(config), poisoned(config)
+    for cache in caches:
+        for slot, start in zip(slots, starts, strict=True):
+            if start:
+                feed_alone(decoder, cache, embeddings(config, start, seed=start), slot, 0)
+    ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
+
+    together = feed_ragged(decoder, caches[0], pieces, slots, starts, span or Rows(slots, ends))
+    alone = [
+        feed_alone(decoder, caches[1], piece, slot, start)
+        for piece, slot, start in zip(pieces, slots, starts, strict=True)
+    ]
+
+    torch.testing.assert_close(together, alone, **CLOSE)
+    for row, slot in enumerate(slots):  # and so do the tokens that follow
+        after = [
+            feed_alone(decoder, cache, embeddings(config, 1, seed=8), slot, ends[row])
+            for cache in caches
+            if ends[row] < cache.n_tokens
+        ]
+        assert all(torch.allclose(hidden, after[0], **CLOSE) for hidden in after)
+
+
+def test_padding_stays_behind_a_slot_that_is_full():
+    decoder, cache = ours(TINY), poisoned(TINY, n_tokens=16)
+    feed_alone(decoder, cache, embeddings(TINY, 10), slot=0, start=0)
+    before = cache.save(0, 10)
+
+    (hidden,) = feed_ragged(decoder, cache, [embeddings(TINY, 6)], (0,), (10,), 16)
+
+    assert hidden.isfinite().all()
+    torch.testing.assert_close(cache.save(0, 10), before, rtol=0, atol=0)
+    assert all(side[0, :, :16].isfinite().all() for side in (*cache.keys, *cache.values))
+
+
+def test_row_of_padding_may_point_at_the_slot_of_another_row():
+    decoder = ours(TINY)
+    caches = poisoned(TINY), poisoned(TINY)
+    for cache in caches:
+        prefill(decoder, cache, tokens(5), slot=1)
+
+    spare = caches[0].spare
+    padded = decoder.decode(caches[0], ints(7, 0), ints(1, 1), ints(5, spare), SPAN)
+    alone = decoder.decode(caches[1], ints(7), ints(1), ints(5), SPAN)
+
+    torch.testing.assert_close(padded[:1], alone, **CLOSE)
+
+
+def test_positions_end_in_padding():
+    cache = KvCache.allocate(TINY, 1, 20)
+
+    positions = cache.positions(ints(3, 18, 0), ints(4, 2, 0), 4)
+
+    assert positions.tolist() == [[3, 4, 5, 6], [18, 19, 20, 20], [20, 20, 20, 20]]
+
+
+def test_restored_slot_goes_on_as_if_nothing_had_happened():
+    decoder, ids = ours(QWEN), tokens(12)
+    cache, other = poisoned(QWEN), poisoned(QWEN)
+    prefill(decoder, cache, ids[:, :8], slot=1)
+    saved = cache.save(1, 8)
+    expected = prefill(decoder, cache, ids[:, 8:], slot=1, start=8)
+
+    cache.poison(1)
+    cache.restore(1, saved)
+    other.restore(2, saved)
+
+    for restored, slot in ((cache, 1), (other, 2)):
+        hidden = prefill(decoder, restored, ids[:, 8:], slot=slot, start=8)
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
+
+
+def test_saved_slot_does_not_follow_the_cache():
+    decoder, cache = ours(TINY), poisoned(TINY)
+    prefill(decoder, cache, tokens(8), slot=0)
+    keys, values = cache.save(0, 8)
+
+    cache.poison(0)
+
+    assert all(tensor.isfinite().all() for tensor in (*keys, *values))
+
+
+@pytest.mark.parametrize("delta", [-37, 0, 5, 3000])
+def test_turned_keys_are_those_of_the_new_position(delta):
+    keys = torch.randn(1, 9, 2, 16, generator=torch.Generator().manual_seed(0))
+    places = 40 + torch.arange(9)[None]
+
+    then = rotate(keys, *rotary_table(places, 16, 1e6))[0].transpose(0, 1)
+    now = rotate(keys, *rotary_table(places + delta, 16, 1e6))[0].transpose(0, 1)
+
+    torch.testing.assert_close(turn_keys(then, delta, 1e6), now, rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "target"), [(20, 30, 14), (20, 30, 22), (10, 14, 40), (5, 9, 5), (3, 3, 8)]
+)
+def test_moved_block_is_what_feeding_it_there_would_have_left(start, end, target):
+    """With one layer keys depend on token and position alone, so both ways must agree."""
+    config = replace(QWEN, n_layers=1)
+    decoder, ids, n = ours(config), tokens(32), end - start
+    moved, expected = poisoned(config, n_tokens=64), poisoned(config, n_tokens=64)
+    prefill(decoder, moved, ids)
+    prefill(decoder, expected, ids)
+    if n:
+        prefill(decoder, expected, ids[:, start:end], start=target, span=64)
+
+    moved.move(0, start, end, target, config.rope_theta)
+
+    seen = slice(target, target + n)
+    torch.testing.assert_close(moved.keys[0][0, :, seen], expected.keys[0][0, :, seen], **CLOSE)
+    torch.testing.assert_close(moved.values[0][0, :, seen], expected.values[0][0, :, seen], **CLOSE)
+    rest = [place for place in range(32) if not target <= place < target + n]
+    torch.testing.assert_close(
+        moved.keys[0][0, :, rest], expected.keys[0][0, :, rest], rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("block", [(5, 4, 0), (0, 65, 0), (60, 64, 61), (3, 9, -1)])
+def test_block_that_does_not_fit_is_not_moved(block):
+    with pytest.raises(AssertionError):
+        KvCache.allocate(TINY, 1, 64).move(0, *block, theta=1e4)
+
+
+def test_dropped_middle_leaves_the_rest_as_it_was():
+    """All keys behind move by the same difference: what they say to each other stays."""
+    decoder, ids = ours(QWEN), tokens(30)
+    cache = poisoned(QWEN)
+    prefill(decoder, cache, ids)
+    far = [turn_keys(keys[0, :, 12:30], 0, QWEN.rope_theta) for keys in cache.keys]
+
+    cache.move(0, 12, 30, 4, QWEN.rope_theta)
+    cache.move(0, 4, 22, 12, QWEN.rope_theta)
+
+    for keys, before in zip(cache.keys, far, strict=True):
+        torch.testing.assert_close(keys[0, :, 12:30], before, **CLOSE)
+
+
+def test_stack_without_embedding_and_head_takes_embeddings():
+    theirs = reference(MHA)
+    stack = DecoderStack(MHA).requires_grad_(False)
+    stack.load_state_dict(stack_weights(theirs.state_dict(), MHA), strict=True)
+    x = embeddings(MHA, 6)
+
+    hidden = feed_alone(stack, poisoned(MHA), x, slot=0, start=0)
+
+    torch.testing.assert_close(hidden, feed_alone(ours(MHA), poisoned(MHA), x, 0, 0), **CLOSE)
+
+
+def test_weights_fill_a_model_without_memory():
+    theirs = reference(QWEN)
+    with torch.device("meta"):
+        decoder = Decoder(QWEN)
+
+    decoder.load_state_dict(decoder_weights(theirs.state_dict(), QWEN), strict=True, assign=True)
+
+    assert not any(parameter.is_meta for parameter in decoder.parameters())
+    x = embeddings(QWEN, 4)
+    with torch.no_grad():
+        hidden = feed_alone(decoder, poisoned(QWEN), x, slot=0, start=0)
+    torch.testing.assert_close(hidden, feed_alone(ours(QWEN), poisoned(QWEN), x, 0, 0), **CLOSE)
 
 
 @pytest.mark.parametrize("config", [TINY, QWEN], ids=["llama", "qwen3"])

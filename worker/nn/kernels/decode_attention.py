@@ -21,10 +21,11 @@ from worker.nn.kernels.parts import (
     walk,
 )
 
+# The fastest of 16 combinations on an H200 (8B shapes, 1 to 32 rows at 500 to 4000 positions).
 BLOCK = 64
 """Positions per step of a program."""
-WARPS, STAGES = 4, 3
-MIN_SPLITS, MAX_SPLITS = 8, 32
+WARPS, STAGES = 4, 2
+MIN_SPLITS, MAX_SPLITS = 8, 64
 """Rows of a batch differ in length, so even a large batch is split: the longest must not wait."""
 
 
@@ -61,7 +62,7 @@ def _load_turned(
 
 
 @triton.jit
-def _attend_part(
+def _decode_part(
     qkv_ptr,
     q_weight_ptr,
     k_weight_ptr,
@@ -183,7 +184,7 @@ def decode_attention(
     mixed, highest, total = part_buffers(out, splits)
     q_weight, k_weight, eps = (qkv, qkv, 0.0) if norms is None else norms
     is_single = qkv.dtype == torch.float32
-    _attend_part[(b, n_kv_heads, splits)](
+    _decode_part[(b, n_kv_heads, splits)](
         qkv,
         q_weight,
         k_weight,

@@ -19,16 +19,17 @@ from worker.nn.kernels.parts import (
     walk,
 )
 
+# The fastest of 9 combinations on an H200 (8B shapes, 32 to 1024 tokens at 3000 to 3900).
 MAX_QUERIES = 64
 """Queries (tokens times heads of a group) of one program."""
 BLOCK = 64
 """Positions per step of a program."""
 WARPS, STAGES = 4, 3
-MAX_SPLITS = 16
+MAX_SPLITS = 8
 
 
 @triton.jit
-def _attend_part(
+def _prefill_part(
     q_ptr,
     keys_ptr,
     values_ptr,
@@ -110,7 +111,7 @@ def prefill_attention(
     splits = n_splits(b * n_kv_heads * n_tiles, 1, MAX_SPLITS)
     mixed, highest, total = part_buffers(q, splits)
     out = torch.empty_like(q)
-    _attend_part[(b * n_kv_heads, n_tiles, splits)](
+    _prefill_part[(b * n_kv_heads, n_tiles, splits)](
         q,
         keys,
         values,
