@@ -111,7 +111,7 @@ async def _session(port: int, n_units: int) -> dict[str, Any]:
         max_size=MAX_FRAME_BYTES,
         proxy=None,
     ) as connection:
-        await connection.send(encode(Open("bench", "omni_duplex", "omni_duplex")))
+        await connection.send(encode(Open("bench", "duplex", "omni_duplex")))
         settings = DuplexSettings(max_new_speak_tokens_per_chunk=12)
         await connection.send(encode(Prepare("You are a helpful assistant.", settings)))
         await _next(connection, Prepared)

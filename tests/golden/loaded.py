@@ -70,7 +70,8 @@ def load_model(
         )
         return dataclasses.replace(loaded, token2wav=token2wav, default_voice=features)
 
-    model = MiniCpmO45(load, ModelOptions(window=window, compat=compat))
+    # The original's speech cache has no bound, so no turn of a trace may meet ours.
+    model = MiniCpmO45(load, ModelOptions(window=window, compat=compat, n_speech_positions=8192))
     model.load_model(lambda share, note: None)
     model.init_unified(n_slots, lambda share, note: None)
     return model

@@ -372,18 +372,17 @@ def test_block_that_does_not_fit_is_not_moved(block):
         KvCache.allocate(TINY, 1, 64).move(0, *block, theta=1e4)
 
 
-def test_dropped_middle_leaves_the_rest_as_it_was():
-    """All keys behind move by the same difference: what they say to each other stays."""
-    decoder, ids = ours(QWEN), tokens(30)
+def test_block_moved_there_and_back_is_itself():
     cache = poisoned(QWEN)
-    prefill(decoder, cache, ids)
-    far = [turn_keys(keys[0, :, 12:30], 0, QWEN.rope_theta) for keys in cache.keys]
+    prefill(ours(QWEN), cache, tokens(30))
+    before = cache.save(0, 30)
 
     cache.move(0, 12, 30, 4, QWEN.rope_theta)
     cache.move(0, 4, 22, 12, QWEN.rope_theta)
 
-    for keys, before in zip(cache.keys, far, strict=True):
-        torch.testing.assert_close(keys[0, :, 12:30], before, **CLOSE)
+    for side, saved in zip((cache.keys, cache.values), before, strict=True):
+        for tensor, copy in zip(side, saved, strict=True):
+            torch.testing.assert_close(tensor[0, :, 12:30], copy[:, 12:], **CLOSE)
 
 
 def test_stack_without_embedding_and_head_takes_embeddings():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations
 
+from tests.gpu import waits_are
 from worker.nn import speech
 from worker.nn.decoder import KvCache, Rows
 from worker.nn.speech import (
@@ -605,9 +606,8 @@ def test_an_accelerator_says_the_same_and_reads_back_once(head, device):
     assert there.speak(cache, on(device, ragged())) == expected
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        there.speak(cache, units)
-        torch.cuda.set_sync_debug_mode("default")
+        with waits_are("warn"):
+            there.speak(cache, units)
 
     waits = [str(w.message) for w in seen if "synchronizing CUDA operation" in str(w.message)]
     assert len(waits) == 1, waits

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu import waits_are
 from worker.nn.text_sampling import (
     DuplexSampling,
     DuplexVocabulary,
@@ -385,8 +386,7 @@ def test_an_accelerator_decides_the_same_without_a_wait(device):
     on_device = logits.to(device)
     decide(on_device, SETTINGS, said, draws, there)  # libraries wait when they are first used
 
-    torch.cuda.set_sync_debug_mode("error")
-    chosen = decide(on_device, SETTINGS, said, draws, there)
-    torch.cuda.set_sync_debug_mode("default")
+    with waits_are("error"):
+        chosen = decide(on_device, SETTINGS, said, draws, there)
 
     assert chosen.tolist() == decide(logits, SETTINGS, said, draws, VOCABULARY).tolist()

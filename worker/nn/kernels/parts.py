@@ -103,10 +103,6 @@ def n_splits(n_groups: int, least: int, most: int) -> int:
 def part_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return room for the parts of queries `[..., d]`: mixed values, highest scores, sums."""
     *queries, d = q.shape
-    scores = (*queries, splits)
-    single = {"dtype": torch.float32, "device": q.device}
-    return (
-        torch.empty((*scores, d), **single),
-        torch.empty(scores, **single),
-        torch.empty(scores, **single),
-    )
+    mixed = torch.empty((*queries, splits, d), dtype=torch.float32, device=q.device)
+    highest = torch.empty((*queries, splits), dtype=torch.float32, device=q.device)
+    return mixed, highest, torch.empty_like(highest)
