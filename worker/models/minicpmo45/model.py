@@ -134,7 +134,11 @@ class MiniCpmO45:
             self.token2wav.allocate(n_slots, MAX_VOICE_FRAMES)
             self.default_voice = self.token2wav.set_voice(self._default_features)
         self._runners = self._all_runners()
-        progress(1.0, f"{n_slots} slots of {self.n_positions} positions")
+        note = f"{n_slots} slots of {self.n_positions} positions"
+        if self.device.type == "cuda":
+            gib = torch.cuda.memory_allocated(self.device) / 2**30
+            note += f", {gib:.1f} GiB of tensors"
+        progress(1.0, note)
 
     def apply_torch_compile(self, progress: Progress) -> str:
         """Say that nothing is compiled."""
