@@ -40,13 +40,28 @@ PENDING_KEYS: Mapping[str, str] = {
 """Accepted keys without an effect so far, with what is missing; a value other than the default
 brings one start-up notice."""
 
+LARGE_MODEL_ONLY = "it belongs to the large model"
+
 CASCADE_IGNORES: Mapping[str, str] = {
-    "model.pt_path": "it belongs to the large model",
     "audio.enabled": "the embedded back end always speaks; clients may ask for text alone",
     "audio.ref_audio_path": "the embedded back end has one fixed voice",
-    "audio.n_timesteps": "it belongs to the large model",
+    **dict.fromkeys(
+        (
+            "model.model_path",
+            "model.pt_path",
+            "model.random_weights",
+            "audio.n_timesteps",
+            "duplex.sliding_window_mode",
+            "duplex.basic_window_high_tokens",
+            "duplex.basic_window_low_tokens",
+            "duplex.context_max_units",
+            "duplex.context_previous_max_tokens",
+            "duplex.max_context_tokens",
+        ),
+        LARGE_MODEL_ONLY,
+    ),
 }
-"""The same for keys that only the cascade has no use for."""
+"""The same for keys that only the cascade has no use for; all of `compat` are as well."""
 
 
 ExpectedSeconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -256,15 +271,25 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
     except ValidationError as error:
         name = path.name if path else "configuration"
         raise ConfigError(_explain(name, error)) from error
-    ignored = dict(PENDING_KEYS)
-    if config.backend == "cascade":
-        ignored |= CASCADE_IGNORES
     notices += [
         f"{dotted} is accepted but has no effect: {missing}"
-        for dotted, missing in ignored.items()
+        for dotted, missing in _ignored(config).items()
         if _value(config, dotted) != _value(Config(), dotted)
     ]
     return LoadedConfig(config, path, tuple(notices))
+
+
+def _ignored(config: Config) -> dict[str, str]:
+    """Return the keys that have no effect on this configuration's back end, with the reason."""
+    ignored = dict(PENDING_KEYS)
+    if config.backend == "cascade":
+        quirks = (f"compat.{name}" for name in Compat.model_fields)
+        return {**ignored, **CASCADE_IGNORES, **dict.fromkeys(quirks, LARGE_MODEL_ONLY)}
+    if config.model.random_weights:
+        ignored["model.model_path"] = "model.random_weights is set"
+    if config.service.compile is True:
+        ignored["service.compile"] = "the large model is not compiled yet"
+    return ignored
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -27,22 +27,10 @@ import torch
 from torch import Tensor
 
 from tests.bench.provenance import provenance
+from worker.models.minicpmo45.config import FULL_SIZE
 from worker.nn import attention, decoder
 from worker.nn.decoder import Decoder, DecoderConfig, KvCache
 
-QWEN3_8B = DecoderConfig(
-    vocab_size=151_748,
-    hidden_size=4096,
-    n_layers=36,
-    n_heads=32,
-    n_kv_heads=8,
-    head_dim=128,
-    ffn_size=12_288,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    qk_norm=True,
-    tied_head=False,
-)
 N_TOKENS = 4096
 N_REPEATS = 50
 COPY_BYTES = 4 << 30
@@ -302,12 +290,12 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", default=["span", "live"], choices=list(KINDS))
     parser.add_argument("--buckets", nargs="+", default=["1x32", "1x96", "1x224", "8x96"])
     parser.add_argument("--start", type=int, default=3900)
-    parser.add_argument("--layers", type=int, default=QWEN3_8B.n_layers)
+    parser.add_argument("--layers", type=int, default=FULL_SIZE.llm.n_layers)
     parser.add_argument("--profile", action="store_true", help="kernels of the first and last size")
     parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--out", type=Path, help="file for the JSON object")
     options = parser.parse_args()
-    config = replace(QWEN3_8B, n_layers=options.layers)
+    config = replace(FULL_SIZE.llm, n_layers=options.layers)
     torch.manual_seed(0)
     with torch.inference_mode():
         errors = {

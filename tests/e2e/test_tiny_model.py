@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
@@ -46,7 +47,11 @@ def test_two_sessions_at_once_are_both_served(tiny_service: RunningService) -> N
         assert all(reply.result.kv_cache_length for reply in heard.replies)
 
 
-def test_its_health_names_the_back_end_and_its_stages(tiny_service: RunningService) -> None:
-    health = httpx.get(f"{tiny_service.http_url}/status").json()
+def test_its_worker_names_the_back_end_and_its_stages(tiny_service: RunningService) -> None:
+    config = json.loads((tiny_service.run_dir / "config.json").read_text(encoding="utf-8"))
+    port = config["service"]["worker_base_port"]
 
-    assert "minicpmo45" in str(health)
+    health = httpx.get(f"http://127.0.0.1:{port}/health").json()
+
+    assert health["backend"] == "minicpmo45"
+    assert {stage["name"] for stage in health["stages"]} >= {"load_model", "init_unified"}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import EngineFault, ModelLoadError
+from shared.errors import ContextFull, EngineFault, ModelLoadError
 from worker.engine.contract import Emit, Op, Program
 from worker.models.contract import DuplexModel, PreparedInfo, Progress, Prompt, Unit, UnitResult
 
@@ -44,6 +44,8 @@ class FakeDuplexModel:
     fail_stage: str | None = None
     fail_units: frozenset[int] = frozenset()
     """Unit programs with these indices end with an error before they emit."""
+    full_from: int | None = None
+    """From this unit on the context is full."""
     fail_end: bool = False
     fault_kinds: set[str] = field(default_factory=set)
     """Kinds whose next batch loses the device."""
@@ -147,6 +149,8 @@ class FakeDuplexModel:
             loud = yield Op("think", (state, unit), deadline=unit.deadline)
             if unit.index in self.fail_units:
                 raise ValueError(f"unit {unit.index} was told to fail")
+            if self.full_from is not None and unit.index >= self.full_from:
+                raise ContextFull("the context is full")
             speaks = loud and not unit.force_listen
             speech: NDArray[np.float32] = np.zeros(0, np.float32)
             if speaks:

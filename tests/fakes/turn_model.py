@@ -50,7 +50,7 @@ class TurnModel:
 
     def __post_init__(self) -> None:
         self.says, self.speaks = list(self.says), list(self.speaks)
-        self.language = SimpleNamespace(logits=torch.zeros(4, 1))
+        self.language = SimpleNamespace(llm=SimpleNamespace(head=lambda hidden: hidden))
         self._codes_left = 0
         self._n_codes = 0
         self._counts: Counter[str] = Counter()
@@ -58,7 +58,7 @@ class TurnModel:
     def clock(self) -> float:
         return self.now
 
-    def learn_voice(self, samples: Any) -> Any:
+    def learn_voice(self, samples: Any, deadline: float) -> Any:
         yield from ()
         return "default voice" if samples is None else "own voice"
 

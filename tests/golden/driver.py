@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from worker.engine.contract import Emit, Op, Program
 from worker.models.minicpmo45.model import MiniCpmO45
-from worker.models.minicpmo45.ops import DECODE, PREFILL
+from worker.models.minicpmo45.ops import DECODE, PREFILL, Fed
 
 
 @dataclass
 class Ran:
-    """One op, its result, and the raw logits `[V]` that a feed left with its slot."""
+    """One op, its result, and the raw logits `[V]` behind a feed's last row."""
 
     op: Op
     result: Any
@@ -29,6 +30,11 @@ class Played:
 
     def of(self, kind: str) -> list[Ran]:
         return [ran for ran in self.ops if ran.op.kind == kind]
+
+
+@torch.inference_mode()
+def logits_of(model: MiniCpmO45, fed: Fed) -> Tensor:
+    return model.language.llm.head(fed.hidden).float()
 
 
 def run_program(model: MiniCpmO45, program: Program) -> Played:
@@ -49,8 +55,8 @@ def run_program(model: MiniCpmO45, program: Program) -> Played:
             case Op():
                 reply = model.run(request.kind, request.bucket, [request.payload])[0]
                 logits = None
-                if request.kind in (PREFILL, DECODE):
-                    logits = model.language.logits[request.payload.slot].clone()
+                if request.kind in (PREFILL, DECODE) and not isinstance(reply, Exception):
+                    logits = logits_of(model, reply)
                 played.ops.append(Ran(request, reply, logits))
                 if isinstance(reply, Exception):
                     error = reply

@@ -19,7 +19,7 @@ from tests.golden.driver import Played, run_program
 from tests.golden.loaded import load_model
 from tests.golden.replay_llm_tts import check_top
 from worker.models.contract import Prompt, Unit, UnitResult
-from worker.models.minicpmo45 import duplex, ops
+from worker.models.minicpmo45 import ops, unit_input
 from worker.models.minicpmo45.duplex import Duplex, sampling_of
 from worker.models.minicpmo45.model import MiniCpmO45
 from worker.models.minicpmo45.window import WindowSettings
@@ -66,7 +66,7 @@ WINDOW = {
 }
 
 
-MANY_SLICES = 1000
+MANY_ROWS = 66_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def replay(trace: Trace, folder: Path) -> None:
     state.code_sampling = dataclasses.replace(state.code_sampling, is_greedy=not is_sampled)
     replayed = Session(trace, model, state, settings)
     sounds = _Sounds(trace, folder)
-    with mock.patch.object(duplex, "MAX_UNIT_SLICES", MANY_SLICES):
+    with mock.patch.object(unit_input, "MAX_PICTURE_ROWS", MANY_ROWS):
         for index in range(len(trace.fields["units"])):
             replayed.play(index, sounds)
     replayed.check_totals()

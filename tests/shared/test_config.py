@@ -105,6 +105,9 @@ def test_a_retired_key_of_the_reference_brings_a_notice(tmp_path):
         ("service", "request_timeout", 10.0),
         ("model", "attn_implementation", "eager"),
         ("audio", "ref_audio_path", "voice.wav"),
+        ("duplex", "sliding_window_mode", "context"),
+        ("duplex", "max_context_tokens", 4096),
+        ("compat", "voice_through_int16", True),
     ],
 )
 def test_a_key_whose_feature_is_missing_brings_a_notice_when_it_is_set(
@@ -114,6 +117,23 @@ def test_a_key_whose_feature_is_missing_brings_a_notice_when_it_is_set(
 
     assert len(loaded.notices) == 1
     assert f"{section}.{key} is accepted but has no effect" in loaded.notices[0]
+
+
+@pytest.mark.parametrize(
+    ("raw", "keys"),
+    [
+        ({"model": {"random_weights": True}}, []),
+        ({"model": {"random_weights": True}, "service": {"compile": False}}, []),
+        ({"model": {"random_weights": True}, "service": {"compile": True}}, ["service.compile"]),
+        ({"model": {"random_weights": True, "model_path": "x"}}, ["model.model_path"]),
+        ({"model": {"backend": "cascade", "model_path": "x"}}, ["model.model_path"]),
+        ({"model": {"model_path": "x"}, "compat": {"voice_through_int16": True}}, []),
+    ],
+)
+def test_what_a_back_end_has_no_use_for_brings_a_notice(tmp_path, raw, keys):
+    notices = load_config(write(tmp_path, raw)).notices
+
+    assert [notice.split(" is accepted")[0] for notice in notices] == keys
 
 
 def test_every_key_of_the_reference_is_accepted(tmp_path):

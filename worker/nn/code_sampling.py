@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from worker.nn.sampling import MIN_TEMPERATURE
-from worker.nn.text_sampling import draw_index, to_device
+from worker.nn.text_sampling import draw_index
+from worker.nn.transfer import to_device
 
 MIN_KEPT = 3
 """The filters leave at least this many codes."""

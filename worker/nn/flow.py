@@ -57,7 +57,7 @@ class FlowConfig:
     n_timesteps: int = 5
     """Euler steps. The package's default is 10, the demo runs 5."""
     noise_frames: int = 30_000
-    """10 minutes: no whole utterance may be longer."""
+    """10 minutes; a longer utterance gets the same noise again."""
 
 
 def default_noise(n_frames: int, n_bands: int = 80) -> Tensor:
@@ -90,20 +90,24 @@ class FlowCache:
         max_chunk_frames: int = 56,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        for_prompt: bool = False,
     ) -> FlowCache:
         """Allocate rows that `Flow.start_turn` has to fill before they are used.
 
         Args:
             max_chunk_frames: the longest call; 56 = 28 tokens, all of which come out at the end.
+            for_prompt: the only call is a prompt. Nothing comes before it that is still to be
+                read, so the transformer's slots need no room for a chunk besides.
         """
         sizes = (n_rows, max_prompt_frames, max_chunk_frames, dtype, device)
+        dit_sizes = (n_rows, max_prompt_frames, 0 if for_prompt else max_chunk_frames)
 
         def count() -> Tensor:
             return torch.zeros(n_rows, dtype=torch.int64, device=device)
 
         return cls(
             encoder=ConformerCache.allocate(config.encoder, *sizes),
-            dit=DitCache.allocate(config.dit, config.n_timesteps, *sizes),
+            dit=DitCache.allocate(config.dit, config.n_timesteps, *dit_sizes, dtype, device),
             speaker=torch.zeros(n_rows, config.output_size, dtype=dtype, device=device),
             prompt=count(),
             seen=count(),
@@ -137,7 +141,8 @@ class FlowCache:
         the same, so a NaN of an earlier session must not stay; clearing it once a turn spares
         every layer of every step a cleaned copy of its keys and values.
         """
-        torch._foreach_zero_(list(self._parts(row)))  # some 400 tensors
+        # Some 340 tensors of one dtype, for which a GPU needs a few kernels only.
+        torch._foreach_zero_([part for part in self._parts(row) if part.is_floating_point()])
         torch._foreach_copy_(list(self._parts(row, n_frames)), list(base))
 
     def _parts(self, row: int, n_frames: int | None = None) -> Iterator[Tensor]:
@@ -199,7 +204,7 @@ class Flow(nn.Module):
         _check_prompt(codes, mel)
         weight = self.mu.weight
         cache = FlowCache.allocate(
-            self.config, 1, n_frames, n_frames, dtype=weight.dtype, device=weight.device
+            self.config, 1, n_frames, n_frames, weight.dtype, weight.device, for_prompt=True
         )
         cache.speaker[0] = self._speaker(speaker)
         cache.prompt.fill_(n_frames)
@@ -296,7 +301,7 @@ class Flow(nn.Module):
 
     def _speaker(self, speaker: Tensor) -> Tensor:
         weight = self.speaker.weight
-        return self.speaker(functional.normalize(speaker.to(weight.dtype), dim=-1))
+        return self.speaker(functional.normalize(speaker.float(), dim=-1).to(weight.dtype))
 
 
 def _check_prompt(codes: Tensor, mel: Tensor) -> None:

@@ -7,7 +7,8 @@ the left and a few mel frames ahead. They share this module; `HiftConfig.is_caus
 padding, the way of upsampling and the shape of the sine waves.
 
 Differences from the reference: weight norm is folded into the weights, both transforms are
-convolutions with a DFT basis (any dtype, no complex numbers), and the phase is summed in fp64.
+convolutions with a DFT basis (any dtype, no complex numbers), and F0 and phase are in fp64 in both
+generations (the reference's older one has them in fp32).
 
 A row of a batch may have begun in the middle of its window: `start` says how many leading frames
 do not belong to it. They may hold anything, even NaN; to the layers it looks as if the window
@@ -401,12 +402,12 @@ def hift_weights(source: Mapping[str, Tensor], config: HiftConfig) -> dict[str, 
         n = len(config.block_kernels)
         for i, dilations in enumerate(config.block_dilations):
             block(f"blocks.{stage * n + i}", f"resblocks.{stage * n + i}", len(dilations))
-    # The phase is the integral of F0, so the causal net predicts it in fp64.
-    dtype = torch.float64 if config.is_causal else torch.float32
+    # The phase is the integral of F0, so it is predicted in fp64: a GPU's convolutions of fp32 keep
+    # ten bits (TF32), by which rows of a batch would sound other than alone.
     for i in range(F0Predictor.N_LAYERS):
-        conv(f"f0.convs.{i}", f"f0_predictor.condnet.{2 * i}", dtype)
+        conv(f"f0.convs.{i}", f"f0_predictor.condnet.{2 * i}", torch.float64)
     for part in ("weight", "bias"):
-        weights[f"f0.out.{part}"] = plain[f"f0_predictor.classifier.{part}"].to(dtype)
+        weights[f"f0.out.{part}"] = plain[f"f0_predictor.classifier.{part}"].double()
         weights[f"merge.{part}"] = plain[f"m_source.l_linear.{part}"]
     return weights
 

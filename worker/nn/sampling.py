@@ -10,8 +10,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from worker.nn.transfer import to_device
 
 MIN_TEMPERATURE = 1e-6
 """Lower ones choose the same token and are near the end of what a float32 can hold."""
@@ -60,7 +64,7 @@ def sample(
     chosen = logits.argmax(dim=-1)
     hot = [row for row, setting in enumerate(settings) if setting.temperature > 0]
     if hot:
-        rows = torch.tensor(hot, device=logits.device)
+        rows = to_device(np.array(hot, dtype=np.int64), logits.device)
         picked = draw_tokens(logits[rows], [settings[i] for i in hot], [draws[i] for i in hot])
         chosen = chosen.index_copy(0, rows, picked)
     return chosen
@@ -70,46 +74,54 @@ def penalise(
     logits: Tensor, settings: Sequence[Sampling], recent: Sequence[Sequence[int]]
 ) -> Tensor:
     """Return logits `[B, V]` in which each row's latest tokens and its endings are less likely."""
-    out = logits
-    for row, (setting, said) in enumerate(zip(settings, recent, strict=True)):
-        window = sorted(set(said[-setting.window :])) if setting.window > 0 else []
-        for ids, penalty in (
-            (window, setting.repetition_penalty),
-            (setting.endings, setting.length_penalty),
-        ):
-            if penalty == 1.0 or not ids:
-                continue
-            if out is logits:
-                out = logits.clone()
-            index = torch.tensor(ids, device=logits.device)
-            values = out[row, index]
-            out[row, index] = torch.where(values > 0, values / penalty, values * penalty)
-    return out
+    windows = [
+        sorted(set(said[-s.window :])) if s.window > 0 else []
+        for s, said in zip(settings, recent, strict=True)
+    ]
+    out = made_rarer(logits, windows, [s.repetition_penalty for s in settings])
+    return made_rarer(out, [s.endings for s in settings], [s.length_penalty for s in settings])
+
+
+def made_rarer(logits: Tensor, ids: Sequence[Sequence[int]], penalties: Sequence[float]) -> Tensor:
+    """Return `[B, V]` in which each row's ids are less likely by its penalty; all rows at once."""
+    if not any(some and p != 1.0 for some, p in zip(ids, penalties, strict=True)):
+        return logits
+    vocab_size, device = logits.shape[-1], logits.device
+    padded = np.full((len(ids), max(map(len, ids))), vocab_size, dtype=np.int64)
+    for row, some in enumerate(ids):
+        padded[row, : len(some)] = some
+    index = to_device(padded, device)
+    penalty = to_device(np.array(penalties, dtype=np.float32), device)[:, None]
+    # One column more than there are ids takes what fills up the shorter rows.
+    out = functional.pad(logits, (0, 1))
+    values = out.gather(1, index)
+    rarer = torch.where(values > 0, values / penalty, values * penalty)
+    return out.scatter_(1, index, rarer)[:, :vocab_size]
 
 
 def draw_tokens(logits: Tensor, settings: Sequence[Sampling], draws: Sequence[float]) -> Tensor:
     """Draw from each row's truncated distribution by inverting its cumulative sum; int64 `[B]`."""
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]  # [B, 1]
-
     vocab = logits.shape[-1]
-    kept = column([float(s.top_k) if s.top_k > 0 else float(vocab) for s in settings])
+    table = [
+        (s.top_k if s.top_k > 0 else vocab, max(s.temperature, MIN_TEMPERATURE), s.top_p, draw)
+        for s, draw in zip(settings, draws, strict=True)
+    ]
+    numbers = to_device(np.array(table, dtype=np.float32).T[..., None].copy(), logits.device)
+    kept, temperature, top_p, target_share = numbers  # each [B, 1]
     # Only the longest candidate list any row needs is sorted.
     n_candidates = min(vocab, int(max(s.top_k if s.top_k > 0 else vocab for s in settings)))
     # Relative to the best one: a tiny temperature makes the others impossible, not it infinite.
     best = logits.amax(dim=-1, keepdim=True)
-    scaled = (logits - best) / column([max(s.temperature, MIN_TEMPERATURE) for s in settings])
+    scaled = (logits - best) / temperature
     values, ids = scaled.topk(n_candidates, dim=-1)  # [B, C], descending
     rank = torch.arange(n_candidates, device=logits.device)
     values = values.masked_fill(rank >= kept, -torch.inf)
     probabilities = values.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    probabilities = probabilities.masked_fill(
-        (before >= column([s.top_p for s in settings])) & (rank > 0), 0.0
-    )
+    probabilities = probabilities.masked_fill((before >= top_p) & (rank > 0), 0.0)
     cumulative = probabilities.cumsum(dim=-1)
-    target = column(draws) * cumulative[:, -1:]
+    target = target_share * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)
     # Rounding may put the target on the very end; the last token with a share is meant then.
     last = (probabilities > 0).sum(dim=-1, keepdim=True) - 1

@@ -19,7 +19,7 @@ from torch.nn import functional
 from worker.nn.code_sampling import CodeRows, CodeSampling, code_probabilities, draw_codes
 from worker.nn.decoder import DecoderConfig, DecoderStack, KvCache, Rows, stack_weights
 from worker.nn.speech_request import SpeechRequest
-from worker.nn.text_sampling import to_device
+from worker.nn.transfer import to_device
 
 __all__ = [
     "CodeSampling",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.nn.sampling import MIN_TEMPERATURE
+from worker.nn.transfer import to_device
 
 CANDIDATE_STEP = 32
 """Candidate lists and histories have multiples of this length, so that few shapes occur."""
@@ -182,14 +183,6 @@ def decision_inputs(
         recent=to_device(padded, device),
         n_candidates=min(vocab_size, _rounded_up(longest + TIE_ROOM)),
     )
-
-
-def to_device(values: NDArray, device: torch.device | str) -> Tensor:
-    """Copy a small array to the device without making the host wait for it."""
-    tensor = torch.from_numpy(values)
-    if torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def decide_stages(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from worker.nn.resampler import Resampler, ResamplerConfig
 from worker.nn.siglip import Grid, VisionConfig, VisionEncoder, normalise, patchify
+from worker.nn.transfer import to_device
 
 Slice = NDArray[np.uint8]
 """`[h, w, 3]`, both sides multiples of the patch size."""
@@ -58,7 +59,7 @@ class VisionTower(nn.Module):
         patches = torch.zeros(len(slices), n, config.patch_values, dtype=torch.uint8, device=device)
         for row, pixels in enumerate(slices):
             # Read-only arrays (a decoded picture may be one) are copied.
-            there = torch.from_numpy(np.require(pixels, requirements=("C", "W"))).to(device)
+            there = to_device(np.require(pixels, requirements=("C", "W")), device)
             cut = patchify(there, config.patch_size)
             patches[row, : len(cut)] = cut
         return normalise(patches)

@@ -12,11 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from worker.nn.hift import Hift
+from worker.nn.transfer import to_device
 
 DELAY_FRAMES = 8
 """Mel frames (160 ms) that a chunk holds back until the next one."""
@@ -97,7 +99,7 @@ class Vocoder(ABC):
         assert not any(self._has_ended[row] for row in rows)
         assert is_last or n_new >= DELAY_FRAMES or not any(is_first)
 
-        index = torch.tensor(rows, device=self.mel.device)
+        index = to_device(np.array(rows, dtype=np.int64), self.mel.device)
         window = torch.cat((self.mel[index], mel.to(self.mel.dtype)), dim=2)
         # What no row of the call has reached needs no computing.
         skip = min(max(0, self.past_frames - self._n_received[row]) for row in rows)

@@ -25,6 +25,7 @@ import msgspec
 
 from shared.errors import (
     BadMessage,
+    ContextFull,
     EngineFault,
     ModelFault,
     NotPrepared,
@@ -209,6 +210,8 @@ class DuplexSession:
             await coroutine
         except SessionTimeout as timeout:
             self._end("timeout", timeout)
+        except ContextFull as error:
+            self._end("context full", error)
         except SlowReader as error:
             self._end("slow reader", error)
         except Exception as error:  # noqa: BLE001 - told to the client by `_close`
@@ -427,6 +430,8 @@ class DuplexSession:
         if self._inbox.is_running:
             error = task.error or RuntimeError("the program emitted no result")
             failed = program_failure(error, what)
+            if isinstance(failed, ContextFull):
+                raise failed  # no later unit would fit either
             if failed.ws_close is not None:
                 failed = ModelFault(f"{what} failed in the model")
             self._inbox.fail(failed)

@@ -191,7 +191,6 @@ def test_last_vision_layer_is_taken_as_found_if_the_file_does_not_say(read: Edit
 def test_settings_of_the_programs_are_taken(read: Edit) -> None:
     config = read(
         use_image_id=False,
-        stream_input=True,
         vision_batch_size=3,
         audio_chunk_length=2.0,
         audio_pool_step=2,
@@ -202,7 +201,6 @@ def test_settings_of_the_programs_are_taken(read: Edit) -> None:
     )
 
     assert not config.use_image_id
-    assert config.stream_input
     assert config.vision_batch_size == 3
     assert (config.audio.chunk_s, config.audio.pool_step) == (2.0, 2)
     assert config.llm.tied_head

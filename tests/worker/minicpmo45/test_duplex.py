@@ -4,17 +4,20 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
-from shared.config import Compat
-from shared.errors import BadImage, BadMessage, ContextFull, VoiceUnavailable
+from shared.config import Compat, Config, DuplexConfig, ModelConfig
+from shared.errors import BadImage, BadMessage, ContextFull, EngineFault, VoiceUnavailable
 from shared.protocol import DuplexSettings
 from tests.golden.driver import run_program
-from tests.worker.minicpmo45.conftest import picture, play, sound, start, unit
+from tests.worker.minicpmo45.conftest import CHECKPOINT, picture, play, sound, start, unit
 from worker.engine.contract import Emit, Op
 from worker.models.contract import Prompt, Unit
 from worker.models.minicpmo45 import ops
-from worker.models.minicpmo45.duplex import MAX_UNIT_SLICES
-from worker.models.minicpmo45.window import WindowSettings
+from worker.models.minicpmo45.build import build
+from worker.models.minicpmo45.duplex import MOST_NEW_TOKENS, PREPARE_S, trim
+from worker.models.minicpmo45.feeding import feed
+from worker.models.minicpmo45.window import MAX_UNIT_TOKENS, WindowSettings
 
 NONE = np.zeros(0, np.float32)
 
@@ -144,6 +147,18 @@ def test_a_turn_that_ends_where_the_model_listens_again_keeps_its_words(tiny, id
     assert state.pending[0] == ids.listen
 
 
+def test_a_turn_may_end_without_a_word_where_the_model_listens_again(tiny, ids):
+    state = start(tiny)
+    script(state, ids.speak, *says(tiny, " hello"), ids.chunk_eos)
+    play(tiny, state, 0)
+    script(state, ids.turn_eos, ids.listen)
+
+    result, _ = play(tiny, state, 1)
+
+    assert (result.text, result.end_of_turn) == ("", True)
+    assert (state.speech_position, state.turn_is_fresh) == (0, True)
+
+
 # ---- interruptions
 
 
@@ -190,6 +205,25 @@ def test_an_interrupt_in_the_middle_of_a_unit_drops_what_it_says(tiny, ids, kind
     assert not after.interrupted
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [ops.PREPARE_INPUT, ops.ENCODE_AUDIO, ops.PREFILL, ops.DECODE, ops.SPEAK, ops.VOCODE],
+)
+def test_an_interrupt_at_any_op_of_an_open_turn_is_told_by_that_unit(tiny, ids, kind):
+    state = start(tiny)
+    script(state, ids.speak, *says(tiny, " hello"), ids.chunk_eos)
+    play(tiny, state, 0)
+    script(state, ids.speak, *says(tiny, " world"), ids.chunk_eos)
+
+    (result,) = drive(tiny, state, 1, kind, lambda: tiny.interrupt(state))
+
+    assert (result.is_listen, result.interrupted, result.text) == (True, True, "")
+    assert state.pending.count(ids.turn_eos) == 1
+    assert (state.speech_position, state.turn_is_fresh, state.turn_is_open) == (0, True, False)
+    script(state, ids.listen)
+    assert not play(tiny, state, 2)[0].interrupted
+
+
 def test_an_interrupt_after_a_turn_is_told_since_the_client_may_still_play_it(tiny, ids):
     state = start(tiny)
     script(state, ids.speak, *says(tiny, " red"), ids.turn_eos, ids.chunk_eos)
@@ -200,6 +234,47 @@ def test_an_interrupt_after_a_turn_is_told_since_the_client_may_still_play_it(ti
 
     assert result.is_listen
     assert result.interrupted
+
+
+def test_an_interrupt_that_meets_a_decision_to_listen_is_told_with_it(tiny, ids):
+    """The first result that listens after an interrupt says so, not one later."""
+    state = start(tiny)
+    script(state, ids.speak, *says(tiny, " red"), ids.turn_eos, ids.chunk_eos)
+    play(tiny, state, 0)
+    script(state, ids.listen)
+
+    (result,) = drive(tiny, state, 1, ops.PREFILL, lambda: tiny.interrupt(state))
+
+    assert (result.is_listen, result.interrupted) == (True, True)
+    script(state, ids.speak, *says(tiny, "a"), ids.chunk_eos)
+    assert not play(tiny, state, 2)[0].is_listen
+
+
+def test_an_interrupt_while_words_are_chosen_costs_no_speech(tiny, ids):
+    state = start(tiny)
+    script(state, ids.speak, *says(tiny, " hello world"), ids.chunk_eos)
+    kinds = []
+
+    drive(tiny, state, 0, ops.DECODE, lambda: tiny.interrupt(state), kinds)
+
+    assert kinds.count(ops.DECODE) == 1
+    assert ops.SPEAK not in kinds
+
+
+def test_after_an_interrupt_nothing_of_the_old_turn_is_heard(tiny, ids):
+    """A unit of no words leaves speech tokens behind although no turn is open."""
+    state = start(tiny)
+    script(state, ids.chunk_eos)
+    play(tiny, state, 0)
+    assert not state.turn_is_open
+    assert state.speech_position > 0
+
+    tiny.interrupt(state)
+    result, _ = play(tiny, state, 1)
+
+    assert result.interrupted
+    assert (state.speech_position, state.turn_is_fresh) == (0, True)
+    assert len(state.codes.waiting) == 3
 
 
 def test_an_interrupt_while_nobody_speaks_changes_nothing(tiny, ids):
@@ -214,8 +289,11 @@ def test_an_interrupt_while_nobody_speaks_changes_nothing(tiny, ids):
     assert not result.is_listen
 
 
-def drive(model, state, k, kind, before):
-    """Run a unit, calling `before` ahead of the first op of a kind; return what it emitted."""
+def drive(model, state, k, kind, before, kinds=None):
+    """Run a unit, calling `before` ahead of the first op of a kind; return what it emitted.
+
+    The kinds of all ops are appended to `kinds`.
+    """
     program = model.unit(state, unit(k))
     emitted, reply, is_due = [], None, True
     while True:
@@ -228,6 +306,8 @@ def drive(model, state, k, kind, before):
             reply = None
             continue
         assert isinstance(request, Op)
+        if kinds is not None:
+            kinds.append(request.kind)
         if request.kind == kind and is_due:
             is_due = False
             before()
@@ -263,6 +343,55 @@ def test_max_new_speak_tokens_bounds_a_unit(tiny, ids):
     result, _ = play(tiny, state, 0)
 
     assert result.text == "ab"
+
+
+@pytest.mark.parametrize("asked", [1, 2, 1_000_000])
+def test_whatever_is_asked_for_a_unit_fits_into_the_context(tiny, ids, asked):
+    """Control tokens have no characters, so the rule of 28 does not stop them."""
+    state = start(tiny, settings=DuplexSettings(max_new_speak_tokens_per_chunk=asked))
+    script(state, *[ids.speak] * 2 * MAX_UNIT_TOKENS)
+
+    _, played = play(tiny, state, 0)
+
+    assert len(played.of(ops.DECODE)) == min(asked, MOST_NEW_TOKENS) - 1
+
+
+def test_the_largest_unit_fits_into_the_context(tiny, ids):
+    state = start(tiny, settings=DuplexSettings(max_new_speak_tokens_per_chunk=MOST_NEW_TOKENS))
+    script(state, ids.speak, ids.chunk_eos)
+    play(tiny, state, 0)
+    play(tiny, state, 1, force_listen=True)
+    before = state.n_tokens
+    assert len(state.pending) == 3
+    script(state, *[ids.speak] * MOST_NEW_TOKENS)
+
+    result, _ = play(tiny, state, 2, *[picture(k) for k in range(14)])
+
+    assert result.vision_slices == 14
+    assert state.context_tokens + 1 - before <= MAX_UNIT_TOKENS
+
+
+def test_the_rows_of_a_slice_count(tiny, monkeypatch):
+    monkeypatch.setattr(type(tiny), "n_image_tokens", 128)
+    state = start(tiny)
+
+    with pytest.raises(BadImage, match="at most 7"):
+        play(tiny, state, 0, *[picture(0)] * 8)
+
+
+def test_a_unit_that_is_held_back_does_not_ask_the_output_head(tiny, ids):
+    state = start(tiny, settings=DuplexSettings(force_listen_count=1))
+    script(state, ids.speak, ids.chunk_eos)
+    calls = []
+    hook = tiny.language.llm.head.register_forward_hook(lambda *_: calls.append(1))
+
+    drive(tiny, state, 0, None, None)
+    n_held_back = len(calls)
+    drive(tiny, state, 1, None, None)
+    hook.remove()
+
+    assert n_held_back == 0
+    assert len(calls) == 2  # <unit> ... and <|speak|>
 
 
 def test_max_slice_nums_cuts_frames_into_tiles(tiny, ids):
@@ -312,6 +441,15 @@ def test_tts_temperature_reaches_the_speech_head(tiny, ids):
     assert played.of(ops.SPEAK)[0].op.payload.sampling.temperature == 0.3
 
 
+def test_a_penalty_window_of_nothing_looks_at_nothing(tiny):
+    state = start(tiny, settings=DuplexSettings(text_repetition_window_size=0))
+    state.said = [1, 2, 3]
+
+    _, played = play(tiny, state, 0)
+
+    assert not played.of(ops.PREFILL)[0].op.payload.choice.recent.size
+
+
 def test_settings_belong_to_their_session(tiny):
     first = start(tiny, 0, settings=DuplexSettings(temperature=0.3))
     second = start(tiny, 1)
@@ -333,17 +471,20 @@ def test_settings_without_a_meaning_are_named(tiny):
 # ---- quirks that may be chosen
 
 
-def test_short_sound_is_not_filled_up_if_the_client_may_pace_it(tiny, ids, monkeypatch):
-    compat = Compat(short_chunks_start_with_silence=False)
-    monkeypatch.setattr(tiny, "compat", compat)
+@pytest.mark.parametrize(("is_filled_up", "n_samples"), [(True, 24_000), (False, 9600)])
+def test_short_sound_is_filled_up_unless_the_client_may_pace_it(
+    tiny, ids, monkeypatch, is_filled_up, n_samples
+):
+    monkeypatch.setattr(tiny, "compat", Compat(short_chunks_start_with_silence=is_filled_up))
+    codes = ops.Spoken((1,) * 10, has_ended=True)
+    monkeypatch.setitem(tiny._runners, ops.SPEAK, lambda requests: [codes for _ in requests])
     state = start(tiny)
-    script(state, ids.speak, ids.chunk_eos)
-    lengths = set()
-    for k in range(6):
-        script(state, ids.speak, *says(tiny, "ab"), ids.turn_eos, *says(tiny, "c"), ids.chunk_eos)
-        lengths.add(len(play(tiny, state, k)[0].audio))
+    script(state, ids.speak, *says(tiny, "ab"), ids.chunk_eos)
 
-    assert all(length % 960 == 0 for length in lengths)
+    result, _ = play(tiny, state, 0)
+
+    assert len(result.audio) == n_samples
+    assert not result.audio[: n_samples - 9600].any()
 
 
 def test_rounding_to_16_bit_is_a_choice(tiny, ids, monkeypatch):
@@ -369,7 +510,7 @@ def test_too_many_slices_are_refused_before_anything_is_used(tiny):
     before = dataclasses.replace(state)
     frames = (picture(0, 1280, 720),) * 3
 
-    with pytest.raises(BadImage, match=f"at most {MAX_UNIT_SLICES}"):
+    with pytest.raises(BadImage, match="at most 14"):
         play(tiny, state, 0, *frames, max_slice_nums=9)
 
     assert state.context_tokens == before.context_tokens
@@ -393,14 +534,91 @@ def test_a_unit_that_fails_leaves_the_context_as_it_was(tiny, ids, kind):
     assert play(tiny, state, 2)[0].is_listen
 
 
-def fail_at(model, program, kind):
-    reply = None
+def test_a_unit_that_fails_has_said_nothing(tiny, ids, monkeypatch):
+    state = start(tiny)
+    prefill = tiny._runners[ops.PREFILL]
+
+    def speaking(requests):
+        return [dataclasses.replace(fed, token=ids.speak) for fed in prefill(requests)]
+
+    monkeypatch.setitem(tiny._runners, ops.PREFILL, speaking)
+
+    with pytest.raises(RuntimeError, match="device"):
+        fail_at(tiny, tiny.unit(state, unit(0)), ops.DECODE)
+
+    assert state.said == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("basic", ops.MOVE), ("context", ops.MOVE), ("context", ops.PREFILL)]
+)
+def test_a_cut_that_fails_leaves_a_session_that_goes_on_from_its_prompt(tiny, ids, mode, kind):
+    state = start(tiny)
+    n_prompt = state.n_tokens
+    settings = WindowSettings(mode=mode, high_tokens=120, low_tokens=90, max_units=2)
+    state.window = dataclasses.replace(state.window, settings=settings)
+    script(state, *[ids.speak, *says(tiny, "ab"), ids.chunk_eos] * 2)
+    for k in range(2):
+        play(tiny, state, k)
+    settings = dataclasses.replace(settings, high_tokens=1, low_tokens=1, max_units=1)
+    state.window.settings = settings
+    tokens, pending = state.context_tokens, state.pending
+
+    with pytest.raises(RuntimeError, match="device"):
+        fail_at(tiny, trim(state, 0.0), kind, is_after_move=kind == ops.PREFILL)
+
+    assert (tokens, pending) != (state.context_tokens, state.pending)
+    assert state.context_tokens == n_prompt
+    assert state.pending == state.window.suffix
+    assert (list(state.window.units), state.window.previous) == ([], ())
+    script(state, ids.listen)
+    _, played = play(tiny, state, 2)
+    assert played.of(ops.PREFILL)[0].op.payload.start == n_prompt - len(state.window.suffix)
+
+
+def test_a_cut_that_has_not_begun_leaves_what_closes_the_unit_pending(tiny, ids):
+    state = start(tiny)
+    script(state, ids.listen, ids.listen)
+    for k in range(2):
+        play(tiny, state, k)
+    state.window.settings = WindowSettings(high_tokens=1, low_tokens=1)
+    before = (state.n_tokens, state.pending, list(state.window.units))
+
+    program = trim(state, 0.0)
+    program.send(None)
+    program.close()
+
+    assert (state.n_tokens, state.pending, list(state.window.units)) == before
+
+
+def test_more_carried_words_than_one_op_takes_are_fed_in_pieces(tiny, ids):
+    state = start(tiny)
+    settings = WindowSettings(mode="context", max_units=1, previous_max_tokens=900)
+    state.window = dataclasses.replace(state.window, settings=settings)
+    state.window.previous = state.window.marker + (says(tiny, "a")[0],) * 900
+    extra = len(state.window.previous)
+    run_program(tiny, feed(0, state.n_tokens, [(ids.unit_start,) * extra], 0.0))
+    state.n_tokens += extra
+    script(state, *[ids.speak, *says(tiny, "ab"), ids.chunk_eos] * 2)
+    play(tiny, state, 0)
+
+    _, played = play(tiny, state, 1)
+
+    rows = [ran.op.payload.n_rows for ran in played.of(ops.PREFILL)][-2:]
+    assert rows[0] == ops.MAX_FEED_ROWS
+    assert sum(rows) == len(state.window.previous) + len(state.window.suffix)
+
+
+def fail_at(model, program, kind, is_after_move=False):
+    """Run a program up to the first op of a kind, which fails."""
+    reply, is_due = None, not is_after_move
     while True:
         request = program.send(reply)
-        if isinstance(request, Op) and request.kind == kind:
-            program.throw(RuntimeError("device"))
         reply = None
         if isinstance(request, Op):
+            if is_due and request.kind == kind:
+                program.throw(RuntimeError("device"))
+            is_due = is_due or request.kind == ops.MOVE
             reply = model.run(request.kind, request.bucket, [request.payload])[0]
 
 
@@ -428,6 +646,69 @@ def test_a_client_voice_needs_the_files_that_encode_it(tiny):
 
     with pytest.raises(VoiceUnavailable, match=r"campplus\.onnx"):
         run_program(tiny, tiny.prepare(state, Prompt("hi", DuplexSettings(), voice, NONE)))
+
+
+def test_text_alone_needs_no_voice(tiny):
+    """The client's voice is heard all the same, and no encoder is needed for that."""
+    state = tiny.new_state(0)
+    settings = DuplexSettings(generate_audio=False)
+
+    played = run_program(tiny, tiny.prepare(state, Prompt("hi", settings, sound(0), NONE)))
+
+    assert played.of(ops.ENCODE_CLIP)
+    assert played.value.voice == "neutral"
+
+
+def test_without_a_voice_none_is_told(tiny, monkeypatch):
+    monkeypatch.setattr(tiny, "token2wav", None)
+    state = tiny.new_state(0)
+
+    settings = DuplexSettings(generate_audio=True, tts_temperature=0.5, temperature=0.5)
+
+    played = run_program(tiny, tiny.prepare(state, Prompt("hi", settings, sound(0), NONE)))
+
+    assert played.value.voice == ""
+    assert played.value.ignored == ("generate_audio", "tts_temperature")
+
+
+def test_a_sample_that_only_the_language_model_hears_is_no_voice(tiny, monkeypatch):
+    monkeypatch.setattr(tiny, "default_heard", sound(0))
+
+    assert tiny.voice_encoder is None
+    assert tiny.voice_name == "neutral"
+
+
+def test_a_context_beyond_what_the_model_was_trained_for_is_logged(caplog):
+    duplex = DuplexConfig(basic_window_high_tokens=32_768)
+    model = build(Config(model=ModelConfig(model_path=str(CHECKPOINT)), duplex=duplex))
+
+    model.load_model(lambda share, note: None)
+
+    n_trained = model.config.max_positions
+    assert model.n_positions > n_trained
+    assert f"n_trained={n_trained}" in caplog.text
+
+
+def test_the_ops_of_a_prompt_do_not_pass_units_that_are_due(tiny, monkeypatch):
+    monkeypatch.setattr(tiny, "clock", lambda: 50.0)
+    state = tiny.new_state(0)
+    settings = DuplexSettings(generate_audio=False)
+
+    played = run_program(tiny, tiny.prepare(state, Prompt("hi", settings, sound(0), NONE)))
+
+    assert {ran.op.deadline for ran in played.ops} == {50.0 + PREPARE_S}
+
+
+def test_a_lost_accelerator_fails_the_worker_and_a_bad_op_does_not(tiny, monkeypatch):
+    def lost(_):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setitem(tiny._runners, ops.DECODE, lost)
+
+    with pytest.raises(EngineFault, match="decode"):
+        tiny.run(ops.DECODE, None, [None])
+    with pytest.raises(AttributeError):
+        tiny.run(ops.PREFILL, None, [None])
 
 
 def test_a_session_without_a_window_says_when_it_is_full(tiny, ids, monkeypatch):

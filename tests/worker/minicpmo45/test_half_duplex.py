@@ -507,6 +507,37 @@ def test_the_newest_round_goes_too_if_a_message_needs_the_room():
     assert sum(session.state.rounds) + session.state.n_system == session.state.n_tokens
 
 
+def test_a_cut_that_is_closed_in_its_middle_leaves_the_system_message():
+    """Whether an op that was running has moved the cache is not known to a closed program."""
+    session = window(n_positions=200)
+    for letter in "abc":
+        session.round(letter * 20)
+    message = Message("user", ("d" * 60,))
+    program = half_duplex.prefill(session.model, session.state, message)
+    request = program.send(None)
+    assert request.kind == ops.MOVE
+    session.model.run(request.kind, request.bucket, [request.payload])
+    program.close()
+
+    assert (session.state.rounds, session.state.n_tokens) == ([], len(encoded(SYSTEM)))
+    session.round("e")
+    assert session.shown == f"{SYSTEM}<|im_start|>user\ne{OPENING}ok"
+
+
+def test_what_cannot_fit_is_refused_before_it_is_encoded():
+    session = window(n_positions=200)
+    message = Message("user", (clip(30.0),))
+
+    with pytest.raises(BadMessage, match="room for"):
+        half_duplex.prefill(session.model, session.state, message).send(None)
+
+
+@pytest.mark.parametrize("n", [0, -10])
+def test_an_answer_of_no_tokens_is_refused(n):
+    with pytest.raises(BadMessage, match="at least 1"):
+        Session(HalfDuplexSettings(max_new_tokens=n))
+
+
 def test_what_no_cut_can_make_room_for_is_refused():
     session = window(n_positions=200)
     session.round("a")

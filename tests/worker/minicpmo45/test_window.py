@@ -25,7 +25,7 @@ def test_basic_drops_whole_units_down_to_the_low_mark():
     kept, n_tokens = window("basic", 10, high_tokens=100, low_tokens=65)
 
     assert kept.is_due(n_tokens)
-    cut = kept.cut(n_tokens)
+    kept, cut = kept.cut(n_tokens)
 
     assert indices(kept) == [6, 7, 8, 9]
     assert (cut.start, cut.target, cut.rewritten) == (22 + 60, 22, ())
@@ -41,21 +41,58 @@ def test_basic_is_due_above_the_high_mark_only():
 
 
 @pytest.mark.parametrize("mode", ["basic", "context"])
-def test_the_newest_unit_stays_however_large_it_is(mode):
+def test_the_newest_unit_stays_above_the_marks_while_another_one_fits(mode):
     kept, n_tokens = window(
-        mode, 2, n_tokens=500, high_tokens=100, low_tokens=65, max_units=1, max_tokens=1024
+        mode, 2, n_tokens=100, high_tokens=122, low_tokens=65, max_units=1, max_tokens=1024
     )
+
+    kept, cut = kept.cut(n_tokens)
+
+    assert indices(kept) == [1]
+    assert not kept.is_due(cut.target + 100)
+    kept.check_room(cut.target + 100)
+
+
+@pytest.mark.parametrize("mode", ["basic", "context"])
+def test_a_unit_behind_which_none_fits_goes_although_it_is_the_only_one(mode):
+    """A small window must not end the session: the largest unit alone is longer than its marks."""
+    settings = {"high_tokens": 256, "low_tokens": 128, "max_tokens": 1024}
+    kept, n_tokens = window(mode, 1, n_tokens=MAX_UNIT_TOKENS, **settings)
+
+    assert kept.is_due(n_tokens)
+    kept, cut = kept.cut(n_tokens)
+
+    assert not kept.units
+    kept.check_room(cut.target)
+
+
+def test_carried_words_leave_room_for_units_however_many_are_allowed():
+    kept, n_tokens = window("context", 0, max_units=2, max_tokens=1024, previous_max_tokens=8192)
+    for index in range(200):
+        kept.add(KeptUnit(index, 40, tuple(range(20))))
+        n_tokens += 40
+        if kept.is_due(n_tokens):
+            kept, cut = kept.cut(n_tokens)
+            n_tokens += cut.target - cut.start
+        kept.check_room(n_tokens)
+
+    assert len(kept.previous) > 200
+    assert len(kept.units) == 2
+
+
+def test_a_cut_that_does_not_happen_leaves_the_window_as_it_was():
+    kept, n_tokens = window("context", 5, words=(70, 71), max_units=3)
 
     kept.cut(n_tokens)
 
-    assert indices(kept) == [1]
-    assert not kept.is_due(n_tokens)
+    assert indices(kept) == [0, 1, 2, 3, 4]
+    assert kept.previous == ()
 
 
 def test_context_carries_the_words_of_dropped_units_along():
     kept, n_tokens = window("context", 5, words=(70, 71), max_units=3, previous_max_tokens=3)
 
-    first = kept.cut(n_tokens)
+    kept, first = kept.cut(n_tokens)
 
     assert indices(kept) == [2, 3, 4]
     assert kept.previous == (*MARKER, 70, 71)
@@ -64,7 +101,7 @@ def test_context_carries_the_words_of_dropped_units_along():
 
     kept.add(KeptUnit(5, 10, (72,)))
     kept.add(KeptUnit(6, 10, ()))
-    second = kept.cut(26 + 50)
+    kept, second = kept.cut(26 + 50)
 
     assert kept.previous == (*MARKER, 70, 71)[:2] + (71, 70, 71)
     assert second.rewritten == (*kept.previous, *SUFFIX)
@@ -73,7 +110,7 @@ def test_context_carries_the_words_of_dropped_units_along():
 def test_context_without_words_only_moves():
     kept, n_tokens = window("context", 5, max_units=3)
 
-    cut = kept.cut(n_tokens)
+    kept, cut = kept.cut(n_tokens)
 
     assert cut.rewritten == ()
     assert kept.previous == ()
@@ -83,7 +120,7 @@ def test_context_without_words_only_moves():
 def test_no_words_are_carried_if_none_may_be():
     kept, n_tokens = window("context", 5, words=(70,), max_units=3, previous_max_tokens=0)
 
-    kept.cut(n_tokens)
+    kept, _ = kept.cut(n_tokens)
 
     assert kept.previous == MARKER
 
@@ -92,7 +129,7 @@ def test_context_drops_large_units_before_the_cache_is_full():
     kept, n_tokens = window("context", 5, n_tokens=300, max_units=24, max_tokens=1024)
 
     assert kept.is_due(n_tokens)
-    kept.cut(n_tokens)
+    kept, _ = kept.cut(n_tokens)
 
     assert indices(kept) == [2, 3, 4]
 

@@ -70,6 +70,16 @@ def test_a_stream_equals_the_clip_heard_in_chunks(reach):
     torch.testing.assert_close(streamed, clip[:70], **CLOSE)
 
 
+def test_nothing_in_a_streamed_second_waits_for_the_device():
+    """Tensors without data: reading one of them on the host would raise."""
+    encoder, index = build().to("meta"), torch.zeros(2, dtype=torch.int64, device="meta")
+    cache = AudioCache.allocate(TINY, 3, device="meta")
+
+    heard = encoder.stream(cache, mel_of(104).expand(2, -1, -1).to("meta"), index, index, False)
+
+    assert heard.shape == (2, 10, TINY.llm_dim)
+
+
 @pytest.mark.parametrize("reach", REACHES)
 def test_rows_with_different_pasts_equal_single_runs(reach):
     encoder = build()

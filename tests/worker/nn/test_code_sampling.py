@@ -125,6 +125,15 @@ def test_ban_comes_after_the_filters():
     assert len(kept(one(logits, CodeSampling(1.0, 1.0, top_k=5), min_new=1))) == 4
 
 
+def test_the_largest_draw_does_not_reach_a_banned_end():
+    """In fp32 it is 1, which lies behind the last code that has a share."""
+    rows = build([PLAIN], draws=[(1 - 2**-53,)], min_new=[1])
+
+    drawn = draw_codes(code_probabilities(noise(), rows, rows.recent, 0), rows, 0)
+
+    assert drawn.tolist() == [V - 2]
+
+
 def test_batched_row_equals_single():
     settings = [
         PLAIN,
@@ -146,6 +155,15 @@ def test_batched_row_equals_single():
             for r in range(len(settings))
         ]
         torch.testing.assert_close(batch, torch.stack(single), rtol=1e-5, atol=1e-7)
+
+
+def test_filters_of_one_row_leave_another_row_whole():
+    rows = build([PLAIN, CodeSampling(1.0, 1.0, top_k=5)])
+
+    ours = code_probabilities(noise(2), rows, rows.recent, 0)
+
+    torch.testing.assert_close(ours[0], noise(2)[0].softmax(0))
+    assert len(kept(ours[1])) == 5
 
 
 def test_frequencies_follow_the_probabilities():

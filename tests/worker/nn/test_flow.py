@@ -1,12 +1,13 @@
 """The flow's promises: rows, turns, chunks of any length, and caches that do not grow."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from worker.nn.conformer import ConformerConfig
-from worker.nn.dit import DitConfig, rank_window
+from worker.nn.dit import HELD_FRAMES, SLOT_MULTIPLE, DitCache, DitConfig, rank_window
 from worker.nn.flow import Flow, FlowCache, FlowConfig, default_noise, flow_weights
 
 TINY = FlowConfig(
@@ -315,6 +316,39 @@ def test_the_speaker_the_given_mel_and_the_codes_ahead_matter(flow):
     torch.testing.assert_close(louder, base, **CLOSE)  # only its direction counts
 
 
+def test_a_prompt_takes_room_for_itself_only(flow, monkeypatch):
+    """It took twice that for a moment: 0.7 GB at full size, whenever a client brings a voice."""
+    made = []
+
+    def allocate(*sizes):
+        made.append(DitCache.allocate(*sizes))
+        return made[-1]
+
+    monkeypatch.setattr("worker.nn.flow.DitCache", SimpleNamespace(allocate=allocate))
+    voice_of(flow, 65)
+
+    assert made[0].keys[0][0].shape[2] <= HELD_FRAMES + 130 + SLOT_MULTIPLE
+
+
+def test_a_row_is_cleared_in_one_go(flow, voices, monkeypatch):
+    """Torch does that on a GPU only for tensors of one dtype; else it is some 340 kernels."""
+    cleared = []
+    monkeypatch.setattr(torch, "_foreach_zero_", cleared.append)
+
+    flow.start_turn(fresh(flow), 0, voices[0])
+
+    assert [len({part.dtype for part in parts}) for parts in cleared] == [1]
+
+
+def test_the_speaker_gets_its_length_before_it_is_rounded():
+    narrow, speaker, taken = build().to(torch.bfloat16), draw(10), []
+    narrow.speaker.register_forward_pre_hook(lambda _, given: taken.append(given[0]))
+
+    narrow.set_voice(codes(8)[0], draw(16, 6), speaker, AHEAD)
+
+    assert torch.equal(taken[0], (speaker / speaker.norm()).bfloat16())
+
+
 def test_nothing_in_a_chunk_waits_for_the_device():
     """Tensors without data: reading one of them on the host would raise."""
     flow = Flow(TINY).to("meta")
@@ -337,6 +371,26 @@ def test_another_dtype_stays_near(flow, voices):
         assert ours.dtype == torch.float32
         cosine = torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0)
         assert float(cosine) > 0.99
+
+
+def test_guidance_is_worked_out_in_fp32():
+    """The difference of two velocities that are near each other."""
+    flow = build()
+    guided, free = torch.tensor([1.0078125, 1.0]).bfloat16()
+    flow.dit.forward = lambda x, *_: (guided.expand(x.shape), free.expand(x.shape))
+
+    mel = flow.whole(codes(9)[0], codes(3)[0], draw(6, 6), draw(10))
+
+    expected = 1 + (1 + TINY.cfg_rate) * 0.0078125
+    torch.testing.assert_close(mel - flow.noise[0, :, 6:24], torch.full((6, 18), expected))
+
+
+def test_noise_repeats_in_an_utterance_that_is_longer():
+    short, long = build(dataclasses.replace(TINY, noise_frames=10)), build()
+    long.noise = short.noise.repeat(1, 1, 5)
+    voice = (codes(3)[0], draw(6, 6), draw(10))
+
+    torch.testing.assert_close(short.whole(codes(20)[0], *voice), long.whole(codes(20)[0], *voice))
 
 
 def test_a_prompt_that_does_not_fit_is_refused(flow, voices):

@@ -102,6 +102,19 @@ def test_a_row_that_begins_in_the_window_equals_one_that_begins_with_it(
     assert f0[0, :late].eq(0).all()
 
 
+@pytest.mark.parametrize("config", [LEGACY, CAUSAL], ids=["legacy", "causal"])
+def test_a_net_of_another_dtype_gives_fp32_samples_near_its_own(config: HiftConfig) -> None:
+    """Magnitudes are exponentials and the transform is a sum: both are in fp32 all the same."""
+    net = random_net(config)
+    mel, source = random_input(config, 20)
+    exact = net(mel, source)
+
+    rounded = net.bfloat16()(mel, source.bfloat16())
+
+    assert rounded.dtype == torch.float32
+    assert torch.cosine_similarity(rounded, exact).item() > 0.99
+
+
 def test_causal_samples_do_not_depend_on_later_frames() -> None:
     net, n = random_net(CAUSAL), 20
     mel, source = random_input(CAUSAL, 30)
@@ -183,10 +196,12 @@ def test_weights_are_renamed_and_their_norm_is_folded(config: HiftConfig, prefix
     assert net(mel, source).isfinite().all()
 
 
-def test_the_causal_net_predicts_f0_in_double_precision() -> None:
-    theirs, _ = published(CAUSAL)
+@pytest.mark.parametrize("config", [LEGACY, CAUSAL], ids=["legacy", "causal"])
+def test_both_nets_predict_f0_in_double_precision(config: HiftConfig) -> None:
+    """The legacy one did it in fp32, which on a GPU is TF32: a row sounded other than alone."""
+    theirs, _ = published(config)
 
-    weights = hift_weights(theirs, CAUSAL)
+    weights = hift_weights(theirs, config)
 
     assert {t.dtype for n, t in weights.items() if n.startswith("f0.")} == {torch.float64}
     assert {t.dtype for n, t in weights.items() if not n.startswith("f0.")} == {torch.float32}

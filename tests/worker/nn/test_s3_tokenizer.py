@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,6 +80,19 @@ def test_four_frames_make_a_code(tokenizer: S3Tokenizer, n_frames: int, n_codes:
     assert codes.shape == (n_codes,)
     assert codes.dtype == torch.int64
     assert 0 <= int(codes.min()) <= int(codes.max()) < 3**8
+
+
+def test_digits_are_fp32_whatever_the_rest_is(tokenizer: S3Tokenizer) -> None:
+    """Rounding decides them."""
+    narrow, states = copy.deepcopy(tokenizer).bfloat16(), []
+    narrow.layers[-1].register_forward_hook(lambda _, __, given: states.append(given.float()))
+
+    digits = narrow.unrounded(torch.randn(1, 16, 40, generator=torch.Generator().manual_seed(3)))
+
+    weight, bias = narrow.digits.weight.float(), narrow.digits.bias.float()
+    torch.testing.assert_close(
+        digits - 1, torch.nn.functional.linear(states[0], weight, bias).tanh(), rtol=0, atol=1e-5
+    )
 
 
 def test_a_batch_row_equals_the_row_alone(tokenizer: S3Tokenizer) -> None:

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.gpu import waits_are
 from worker.nn.sampling import Sampling, penalise, sample, uniform
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.0]])
@@ -103,6 +105,48 @@ def test_batched_row_equals_single():
     ]
 
 
+class Counted(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_more_rows_take_no_more_operations():
+    """Each is a kernel on an accelerator, where 64 rows were some thousand and 128 waits."""
+    settings = [Sampling(0.7, 5, repetition_penalty=1.2, endings=(3,), length_penalty=1.1)] * 40
+    counts = []
+    for n in (2, 40):
+        with Counted() as counted:
+            sample(
+                LOGITS.expand(n, -1), settings[:n], [(1, 2, row % 5) for row in range(n)], [0.5] * n
+            )
+        counts.append(counted.n)
+
+    assert counts[0] == counts[1]
+
+
+def test_rows_may_have_said_more_or_less_than_others():
+    settings = [
+        Sampling(repetition_penalty=2.0),
+        Sampling(repetition_penalty=2.0, window=0),
+        Sampling(),
+        Sampling(repetition_penalty=4.0, endings=(0,), length_penalty=2.0),
+    ]
+
+    ours = penalise(LOGITS.expand(4, -1) + 1, settings, [(1, 3, 4), (1,), (1,), ()])
+
+    assert ours.tolist() == [
+        [2.0, 2.0, 3.0, 0.0, 0.5],
+        [2.0, 4.0, 3.0, 0.0, 1.0],
+        [2.0, 4.0, 3.0, 0.0, 1.0],
+        [1.0, 4.0, 3.0, 0.0, 1.0],
+    ]
+
+
 def test_draw_depends_on_seed_and_position_only():
     assert uniform(4, 9) == uniform(4, 9)
     assert len({uniform(seed, position) for seed in range(20) for position in range(20)}) == 400
@@ -119,3 +163,28 @@ def test_length_penalty_comes_on_top_of_the_repetition_penalty():
     setting = Sampling(endings=(1,), length_penalty=2.0, repetition_penalty=1.5)
 
     assert penalise(LOGITS, [setting], [(1, 3)]).tolist() == [[1.0, 1.0, 2.0, -1.5, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        )
+    ],
+)
+def test_an_accelerator_samples_the_same_without_a_wait(device):
+    setting = Sampling(0.7, 4, 0.9, repetition_penalty=1.2, endings=(3,), length_penalty=1.1)
+    settings, recent = [setting, Sampling(), setting], [(1, 2), (), (4,)]
+    logits = LOGITS.expand(3, -1)
+    there = logits.to(device)
+    sample(there, settings, recent, [0.5] * 3)  # libraries wait when they are first used
+
+    with waits_are("error"):
+        chosen = sample(there, settings, recent, [0.5] * 3)
+
+    assert chosen.tolist() == sample(logits, settings, recent, [0.5] * 3).tolist()

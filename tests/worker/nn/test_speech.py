@@ -220,6 +220,13 @@ def test_states_are_normalised_as_configured_or_as_asked(head):
         torch.testing.assert_close(raw.inputs([one], 3)[0, :2], expected)
 
 
+def test_states_get_their_length_before_they_are_rounded():
+    half, ids, states = build().bfloat16(), torch.arange(1, 9), hidden(8)
+    unit = torch.nn.functional.normalize(half.project(states).float(), dim=-1)
+
+    assert torch.equal(half.condition(ids, states), half.emb_text(ids) + unit.bfloat16())
+
+
 def test_rows_of_inputs_do_not_mix(head):
     requests = [asked(n, seed=n, slot=n) for n in (0, 3, 1)]
     requests.append(SpeechRequest(slot=3, start=9, last_code=11))

@@ -8,6 +8,7 @@ import torch
 
 from tests.gpu import waits_are
 from worker.nn.text_sampling import (
+    CANDIDATE_STEP,
     DuplexSampling,
     DuplexVocabulary,
     decide,
@@ -233,6 +234,15 @@ def test_top_k_keeps_the_likeliest_and_what_ties_with_the_last_of_them():
     assert kept.tolist() == [7, 8, 9, 10]
 
 
+def test_ties_with_the_last_of_the_likeliest_stay_whatever_their_number_is():
+    logits = torch.full((1, V), -torch.inf)
+    logits[0, 10 : 10 + CANDIDATE_STEP + 3] = 1.0  # three more than a list without room holds
+
+    kept = distribution(logits, dataclasses.replace(PLAIN, top_k=CANDIDATE_STEP)).nonzero()
+
+    assert len(kept) == CANDIDATE_STEP + 3
+
+
 def test_top_p_keeps_the_first_token_that_passes_the_sum():
     logits = torch.full((1, V), -torch.inf)
     logits[0, 10:13] = torch.tensor([0.5, 0.3, 0.2]).log()
@@ -343,11 +353,28 @@ def test_bf16_logits_decide_as_their_fp32_values():
     assert torch.equal(ours, decide(rounded.float(), SETTINGS, said, draws, VOCABULARY))
 
 
+def test_probabilities_of_bf16_logits_are_fp32():
+    rounded = noise(seed=4).bfloat16()
+    inputs = decision_inputs([DuplexSampling()], [ids(7, 8)], [(0.2, 0.6)], V, "cpu")
+
+    ours = decide_stages(rounded, inputs, VOCABULARY, False, True)
+    exact = decide_stages(rounded.float(), inputs, VOCABULARY, False, True)
+
+    assert torch.equal(ours.p_chunk_eos, exact.p_chunk_eos)
+    assert torch.equal(ours.probabilities, exact.probabilities)
+
+
 def test_draw_is_the_first_sum_that_passes_it():
     p = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).expand(6, -1)
     draws = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
 
     assert draw_index(p, draws).tolist() == [1, 1, 3, 3, 4, 4]
+
+
+def test_a_share_below_the_rounding_of_fp32_is_drawn_too():
+    p = torch.tensor([[1.0, 2**-25]])
+
+    assert draw_index(p, torch.tensor([1 - 2**-53], dtype=torch.float64)).tolist() == [1]
 
 
 def test_a_row_of_nans_still_gives_an_index():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -25,7 +26,7 @@ def _no_gradients() -> Iterator[None]:
 
 
 def net(is_causal: bool) -> Hift:
-    """A tiny net with voiced and unvoiced frames, its F0 in fp64 (also the legacy one's).
+    """A tiny net with voiced and unvoiced frames, its F0 in fp64 as `hift_weights` makes it.
 
     The phase is an integral: with fp32 the smallest rounding of F0 can be heard in tight tests.
     """
@@ -202,6 +203,21 @@ def test_a_restored_row_goes_on_as_if_nothing_had_happened(make: Make, n_before:
     same(samples, expected)
 
 
+def test_a_turn_that_has_ended_goes_on_where_it_was_saved(make: Make) -> None:
+    vocoder, mel = make(), mel_of(20, 9)
+    vocoder.chunk([0], mel, is_last=False)
+    saved = vocoder.save(0)
+    (first,) = vocoder.chunk([0], mel, is_last=True)
+    ended = vocoder.save(0)
+
+    vocoder.restore(0, saved)
+    (again,) = vocoder.chunk([0], mel, is_last=True)
+    same(again, first)
+    vocoder.restore(1, ended)
+    with pytest.raises(AssertionError):
+        vocoder.chunk([1], mel, is_last=True)
+
+
 def test_a_saved_row_holds_what_the_original_keeps() -> None:
     """Frames of mel and source that Token2Wav's caches have after a chunk, and after a turn."""
     causal = CausalVocoder(NETS["causal"], 1, noise=NOISE)
@@ -278,3 +294,18 @@ def test_the_causal_phase_stays_exact_in_a_long_turn() -> None:
     distance = (vocoder.phase[0] - turns).remainder(1.0)
     assert torch.minimum(distance, 1 - distance).max() < 1e-4
     assert vocoder.phase.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", [LegacyVocoder, CausalVocoder])
+def test_nothing_in_a_chunk_waits_for_the_device(
+    kind: type[LegacyVocoder] | type[CausalVocoder],
+) -> None:
+    """Tensors without data: reading one of them on the host would raise."""
+    name = "causal" if kind is CausalVocoder else "legacy"
+    vocoder = kind(copy.deepcopy(NETS[name]).to("meta"), N_ROWS, device="meta")
+    mel = torch.zeros(2, N_MELS, 50, device="meta")
+
+    vocoder.chunk([1], mel[:1], is_last=False)  # so that the rows of the next call disagree
+    chunks = vocoder.chunk([0, 1], mel, is_last=False) + vocoder.chunk([1, 0], mel, is_last=True)
+
+    assert [len(chunk) for chunk in chunks] == [50 * HOP] * 2 + [58 * HOP] * 2

@@ -298,6 +298,19 @@ async def test_a_wrong_command_is_told_and_the_session_goes_on(stage, command, w
     await client.prepared()
 
 
+async def test_a_session_ends_when_its_context_is_full(make):
+    stage = make(model=FakeDuplexModel(full_from=1))
+    client = stage.client()
+    await client.prepared()
+    client.send(chunk(0))
+    await client.next(Result)
+    client.send(chunk(1))
+    failure = await client.next(Failure)
+
+    assert (failure.slug, failure.close_code) == ("context_full", 1000)
+    assert (await client.next(Closed)).reason == "context full"
+
+
 async def test_a_failed_prepare_can_be_tried_again(stage):
     client = stage.client()
     await client.next(Opened)

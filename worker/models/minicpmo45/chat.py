@@ -156,7 +156,7 @@ def chat(model: MiniCpmO45, state: ChatState, request: ChatRequest) -> Program:
     layout = lay_out(model, text, media_of(request.messages), options)
     check_length(model, request, layout)
     if request.speech is not None:
-        state.voice = yield from model.learn_voice(request.speech.voice)
+        state.voice = yield from model.learn_voice(request.speech.voice, DEADLINE)
     pieces = yield from embed(model, layout, options, DEADLINE)
 
     written = yield from _write(model, state, request, pieces, layout.n_rows)

@@ -45,7 +45,6 @@ class CheckpointConfig:
     vision_batch_size: int = 16
     use_image_id: bool = True
     """Chat pictures are numbered."""
-    stream_input: bool = False
     tts_attention: TtsAttention = "full_attention"
     """What the speech head of half duplex keeps from chunk to chunk."""
 
@@ -83,7 +82,6 @@ class CheckpointConfig:
             has_last_vision_layer=has_last,
             vision_batch_size=top.whole("vision_batch_size", 16),
             use_image_id=top.flag("use_image_id", processor.flag("use_image_id", True)),
-            stream_input=top.flag("stream_input", False),
             tts_attention=top.section("tts_config").one_of(
                 "attention_type", get_args(TtsAttention), "sliding_recompute"
             ),

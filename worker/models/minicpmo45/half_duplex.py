@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -22,7 +21,7 @@ from worker.engine.contract import Emit, Op, Program
 from worker.models.minicpmo45 import ops
 from worker.models.minicpmo45.draws import Draws, SeededDraws
 from worker.models.minicpmo45.feeding import feed, n_rows
-from worker.models.minicpmo45.ops import Choice, Fed, Step
+from worker.models.minicpmo45.ops import Fed, Step
 from worker.models.minicpmo45.prompt import (
     MediaOptions,
     Message,
@@ -41,26 +40,18 @@ from worker.models.minicpmo45.speaking import (
     Words,
     say,
 )
+from worker.models.minicpmo45.turn_text import CHUNK_TOKENS, Sampler
 from worker.nn.code_sampling import CodeSampling
-from worker.nn.sampling import Sampling
 
 if TYPE_CHECKING:
     from worker.models.minicpmo45.model import MiniCpmO45
-    from worker.models.minicpmo45.tokenizer import Tokenizer
 
 USER_OPENING: Final = "<|im_start|>user\n"
 ANSWER_CLOSING: Final = "<|tts_eos|><|im_end|>\n"
 ANSWER_OPENING: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n<|tts_bos|>"
 
-CHUNK_TOKENS: Final = 10
-"""Text is emitted and spoken in chunks of so many tokens."""
-PENALTY_WINDOW: Final = 128
-"""Tokens of the turn, before the current chunk, that the repetition penalty looks at."""
 MAX_CHUNK_CODES: Final = 500
 """Draws for one chunk's words: 20 s, if the speech head does not end by itself."""
-UNSPEAKABLE: Final = (":", "#", "@", "*", "(", ")", "[", "]", "&", "/", "$")
-"""Not to be chosen where the text is spoken. The original's list has full-width forms as well;
-they are no single tokens, and all of them come out as `<unk>`, which is forbidden here, too."""
 MAX_SYSTEM_SHARE: Final = 0.5
 """Largest part of the context that the system message may take."""
 REPLY_S: Final = 1.0
@@ -163,10 +154,14 @@ def prepare(
         voice: 16 kHz sample; None = the default voice.
 
     Raises:
-        BadMessage: the message leaves too little room, or is no system message.
+        BadMessage: the message leaves too little room or is no system message, or a setting makes
+            no sense.
         VoiceUnavailable: the client brought a voice, and this server cannot take one.
     """
-    learnt = yield from model.learn_voice(voice if settings.generate_audio else None)
+    if settings.max_new_tokens < 1:
+        raise BadMessage(f"max_new_tokens is {settings.max_new_tokens}, must be at least 1")
+    own_voice = voice if settings.generate_audio else None
+    learnt = yield from model.learn_voice(own_voice, model.clock() + REPLY_S)
     state.settings, state.voice = settings, learnt
     state.n_tokens = state.n_system = 0
     state.rounds, state.is_user_turn, state.saved = [], False, None
@@ -178,7 +173,8 @@ def prepare(
 def prefill(model: MiniCpmO45, state: HalfDuplex, message: Message) -> Program:
     """Feed a message, or one more part of the user's turn; the value is what was `TakenIn`.
 
-    A message that fails, or whose program is closed, leaves the context as it was.
+    A message that fails, or whose program is closed, leaves the context as it was, but for older
+    rounds that had to go for it.
 
     Raises:
         BadMessage: a role that has no place here, or more than the context can hold.
@@ -202,9 +198,11 @@ def prefill(model: MiniCpmO45, state: HalfDuplex, message: Message) -> Program:
         limit = int(MAX_SYSTEM_SHARE * model.n_positions)
         raise BadMessage(f"the system message has {layout.n_rows} tokens, at most {limit}")
     if layout.n_rows:
+        n_new = layout.n_rows + _least_answer(model)
+        _plan_drop(model, state, n_new)  # what cannot fit is refused before it is encoded
         pieces = yield from embed(model, layout, options, deadline)
         had_rounds = bool(state.rounds)
-        yield from _make_room(model, state, layout.n_rows + _least_answer(model), deadline)
+        yield from _make_room(model, state, n_new, deadline)
         if had_rounds and not state.rounds:  # the answer to be closed is gone
             text = text.removeprefix(ANSWER_CLOSING)
             pieces = (pieces[0][len(encoded(model, ANSWER_CLOSING)) :], *pieces[1:])
@@ -244,13 +242,34 @@ def _least_answer(model: MiniCpmO45) -> int:
 def _make_room(model: MiniCpmO45, state: HalfDuplex, n_new: int, deadline: float) -> Program:
     """Drop rounds until the window allows for `n_new` more positions.
 
+    If the program ends in the middle of it, nobody knows where things are: all rounds are gone.
+
     Raises:
         BadMessage: not even without any older round.
+    """
+    n_rounds, n_dropped = _plan_drop(model, state, n_new)
+    if not n_dropped:
+        return
+    first = state.n_system + n_dropped
+    move = ops.MoveRequest(state.slot, first, state.n_tokens, state.n_system)
+    rounds, n_tokens, is_user_turn = state.rounds, state.n_tokens, state.is_user_turn
+    # What was saved are lengths: they mean nothing in a context that has moved.
+    state.rounds, state.n_tokens, state.is_user_turn, state.saved = [], state.n_system, False, None
+    yield Op(ops.MOVE, move, deadline=deadline)
+    state.rounds, state.n_tokens = rounds[n_rounds:], n_tokens - n_dropped
+    state.is_user_turn = is_user_turn
+
+
+def _plan_drop(model: MiniCpmO45, state: HalfDuplex, n_new: int) -> tuple[int, int]:
+    """Return how many rounds have to go for `n_new` more positions, and their positions.
+
+    Raises:
+        BadMessage: not even all older rounds would be enough.
     """
     is_over = state.n_tokens > state.settings.high_tokens
     n_over = state.n_tokens + n_new - model.n_positions
     if not is_over and n_over <= 0:
-        return
+        return 0, 0
     target = min(state.settings.low_tokens, model.n_positions - n_new)
     n_dropped, n_rounds = 0, 0
     # The newest round stays if it can, and in any case while it waits for its answer.
@@ -267,15 +286,7 @@ def _make_room(model: MiniCpmO45, state: HalfDuplex, n_new: int, deadline: float
             f"the message and an answer need {n_new} tokens, the context has room for {room}: "
             "send shorter clips or fewer pictures"
         )
-    if not n_dropped:
-        return
-    first = state.n_system + n_dropped
-    move = ops.MoveRequest(state.slot, first, state.n_tokens, state.n_system)
-    yield Op(ops.MOVE, move, deadline=deadline)
-    state.n_tokens -= n_dropped
-    del state.rounds[:n_rounds]
-    # What was saved are lengths: they mean nothing in a context that has moved.
-    state.saved = None
+    return n_rounds, n_dropped
 
 
 # ---- answering
@@ -386,44 +397,6 @@ def _utterance(model: MiniCpmO45, state: HalfDuplex) -> Utterance | None:
         sampling=state.settings.code_sampling or model.config.speech.text_sampling(),
         attention=model.config.tts_attention,
     )
-
-
-class Sampler:
-    """How a turn's text tokens are chosen."""
-
-    def __init__(self, model: MiniCpmO45, settings: HalfDuplexSettings, draws: Draws) -> None:
-        ids = model.tokenizer.ids
-        self.endings = frozenset((ids.tts_eos, ids.im_end, ids.eos_alt))
-        self.said: list[int] = []
-        self._draws = draws
-        self._n_closed = 0
-        is_spoken = settings.generate_audio and model.has_voice
-        self._forbidden = unspeakable(model.tokenizer) if is_spoken else None
-        self._sampling = Sampling(
-            temperature=settings.temperature if settings.do_sample else 0.0,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            repetition_penalty=settings.repetition_penalty,
-            window=PENALTY_WINDOW + CHUNK_TOKENS + 1,
-            endings=tuple(sorted(self.endings)),
-            length_penalty=settings.length_penalty,
-        )
-
-    def choice(self) -> Choice:
-        first = max(0, self._n_closed - PENALTY_WINDOW)
-        recent = np.array(self.said[first:], np.int64)
-        return Choice(self._sampling, self._draws.text(), recent, self._forbidden)
-
-    def close_chunk(self) -> None:
-        # With the token that has been chosen already and begins the next chunk.
-        self._n_closed = len(self.said) + 1
-
-
-@lru_cache(maxsize=2)
-def unspeakable(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that a spoken text must not contain."""
-    found = (tokenizer.token_id(sign) for sign in UNSPEAKABLE)
-    return tokenizer.bad_ids | {tokenizer.ids.unk} | {i for i in found if i is not None}
 
 
 # ---- taking back

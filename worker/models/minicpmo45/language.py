@@ -18,13 +18,14 @@ from worker.nn.text_sampling import (
     decide_stages,
     decision_inputs,
 )
+from worker.nn.transfer import ints
 
 SPAN_STEP = 256
 """On an accelerator attention is told a multiple of this to look at, so that few shapes occur."""
 
 
 class Language:
-    """Weights, caches and the logits that each slot's last row left.
+    """Weights and caches.
 
     Args:
         n_positions: size of every slot's context.
@@ -38,8 +39,6 @@ class Language:
         self.compat = compat
         self.device, self.dtype = weight.device, weight.dtype
         self.cache = KvCache.allocate(llm.config, n_slots, n_positions, self.dtype, self.device)
-        self.logits = torch.zeros(n_slots, llm.config.vocab_size, device=self.device)
-        """Raw, fp32 `[slots, V]`."""
         ids = tokenizer.ids
         self._vocabulary = DuplexVocabulary.build(
             llm.config.vocab_size,
@@ -66,21 +65,24 @@ class Language:
         slots = tuple(request.slot for request in requests)
         ends = tuple(request.start + n for request, n in zip(requests, counts, strict=True))
         x = torch.stack([self._rows(request, width) for request in requests])  # [B, N, D]
-        starts, lengths = self._ints([request.start for request in requests]), self._ints(counts)
+        starts = ints([request.start for request in requests], self.device)
+        lengths = ints(counts, self.device)
         hidden = self.llm.feed(
             self.cache,
             x,
-            self._ints(slots),
+            ints(slots, self.device),
             self.cache.positions(starts, lengths, width),
             self._reach(slots, ends),
         )
         last = hidden[torch.arange(len(requests), device=self.device), lengths - 1]
-        return self._fed(last, slots, [request.choice for request in requests])
+        return self._fed(last, [request.choice for request in requests])
 
     def _rows(self, request: Feed, width: int) -> Tensor:
         """Embeddings of a request's rows, `[N, D]`, zeros behind them."""
         parts = [
-            piece.to(self.dtype) if isinstance(piece, Tensor) else self.llm.embed(self._ints(piece))
+            piece.to(self.dtype)
+            if isinstance(piece, Tensor)
+            else self.llm.embed(ints(piece, self.device))
             for piece in request.pieces
         ]
         n_missing = width - request.n_rows
@@ -94,38 +96,39 @@ class Language:
         starts = tuple(request.start for request in requests)
         hidden = self.llm.decode(
             self.cache,
-            self._ints([request.token for request in requests]),
-            self._ints(slots),
-            self._ints(starts),
+            ints([request.token for request in requests], self.device),
+            ints(slots, self.device),
+            ints(starts, self.device),
             self._reach(slots, tuple(start + 1 for start in starts)),
         )
-        return self._fed(hidden, slots, [request.choice for request in requests])
+        return self._fed(hidden, [request.choice for request in requests])
 
     def poison(self, slot: int) -> None:
         """Make the slot unreadable: whoever still looks at it gets NaN."""
         self.cache.poison(slot)
-        self.logits[slot] = torch.nan
 
     # ---- choosing
 
-    def _fed(
-        self, hidden: Tensor, slots: Sequence[int], choices: Sequence[Choice | None]
-    ) -> list[Fed]:
-        """Logits of the last rows `[B, D]`, and what is chosen from them: one read-back."""
-        logits = self.llm.head(hidden).float()  # [B, V]
-        self.logits[self._ints(slots)] = logits
+    def _fed(self, hidden: Tensor, choices: Sequence[Choice | None]) -> list[Fed]:
+        """What is chosen behind the last rows `[B, D]`: one read-back."""
         decided = _rows_of(choices, DuplexSampling)
         sampled = _rows_of(choices, Sampling)
         fed = [Fed(None, state) for state in hidden]
+        if not (decided or sampled):  # the head is 8 % of the weights
+            return fed
+        logits = self.llm.head(hidden).float()  # [B, V]
         chosen = []
         if decided:
-            chosen.append(self._decide(logits[self._ints(decided)], [choices[i] for i in decided]))
+            chosen.append(
+                self._decide(logits[ints(decided, self.device)], [choices[i] for i in decided])
+            )
         if sampled:
-            chosen.append(self._sample(logits[self._ints(sampled)], [choices[i] for i in sampled]))
-        if chosen:
-            table = torch.cat(chosen, dim=1).tolist()
-            for row, token, is_direct in zip([*decided, *sampled], *table, strict=True):
-                fed[row] = Fed(token, hidden[row], bool(is_direct))
+            chosen.append(
+                self._sample(logits[ints(sampled, self.device)], [choices[i] for i in sampled])
+            )
+        table = torch.cat(chosen, dim=1).tolist()
+        for row, token, is_direct in zip([*decided, *sampled], *table, strict=True):
+            fed[row] = Fed(token, hidden[row], bool(is_direct))
         return fed
 
     def _decide(self, logits: Tensor, choices: Sequence[Choice | None]) -> Tensor:
@@ -164,16 +167,13 @@ class Language:
     def _id_set(self, ids: frozenset[int]) -> Tensor:
         """Ids as a tensor, which is kept: the programs know two such sets, thousands of ids."""
         if ids not in self._id_sets:
-            self._id_sets[ids] = self._ints(sorted(ids))
+            self._id_sets[ids] = ints(sorted(ids), self.device)
         return self._id_sets[ids]
 
     def _reach(self, slots: tuple[int, ...], ends: tuple[int, ...]) -> Rows | int:
         if self.device.type == "cpu":
             return Rows(slots, ends)
         return min(-(-max(ends) // SPAN_STEP) * SPAN_STEP, self.cache.n_tokens)
-
-    def _ints(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
 def _rows_of(choices: Sequence[Choice | None], kind: type) -> list[int]:

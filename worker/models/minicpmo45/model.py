@@ -7,6 +7,7 @@ a mode is a program on a slot.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shared.config import Compat
-from shared.errors import VoiceUnavailable
+from shared.errors import EngineFault, VoiceUnavailable
 from worker.engine.contract import Op, Program
 from worker.models.batches import one_by_one
 from worker.models.contract import Progress, Prompt, Unit
@@ -35,10 +36,16 @@ from worker.nn.code_sampling import CodeSampling
 from worker.nn.decoder import KvCache, Rows
 from worker.nn.mel import clip_mel
 from worker.nn.speech import SpeechRequest
+from worker.nn.transfer import ints, to_device
+
+log = logging.getLogger(__name__)
 
 UNIT_SAMPLES = 16_000
 MAX_VOICE_FRAMES = 500
 """Of a reference voice: 10 s at 50 Hz; longer ones are cut. A slot holds 0.65 MB a frame."""
+
+AUDIO_SPAN_STEP = 500
+"""Frames: a stream starts again after 29 s, so its cache is full in the last of three spans."""
 
 HOST = "host"
 LANGUAGE = "language"
@@ -115,6 +122,9 @@ class MiniCpmO45:
         """16 kHz sample of the default voice, heard by the language model; may be empty."""
         self._default_features = loaded.default_voice
         self.device, self.dtype = loaded.device, loaded.dtype
+        n_trained = self.config.max_positions
+        if self.n_positions > n_trained:
+            log.warning("context n_positions=%d n_trained=%d", self.n_positions, n_trained)
 
     @torch.inference_mode()
     def init_unified(self, n_slots: int, progress: Progress) -> None:
@@ -168,11 +178,13 @@ class MiniCpmO45:
 
     @property
     def voice_name(self) -> str:
+        """Of the default voice, as clients are told."""
         if not self.has_voice:
             return ""
-        return "default" if self.default_heard.size else "neutral"
+        # Without an encoder nothing could be learnt of the sample that the language model hears.
+        return "default" if self.default_heard.size and self.voice_encoder else "neutral"
 
-    def learn_voice(self, samples: NDArray[np.float32] | None) -> Program:
+    def learn_voice(self, samples: NDArray[np.float32] | None, deadline: float) -> Program:
         """Program that makes a voice of 16 kHz samples; None = the default voice.
 
         Raises:
@@ -187,15 +199,22 @@ class MiniCpmO45:
                 "this server has no voice encoder (campplus.onnx, speech_tokenizer_v2_25hz.onnx): "
                 "leave the reference voice away to get the default one"
             )
-        features = yield Op(ops.PREPARE_VOICE, ops.VoiceRequest(samples), deadline=self.clock())
-        return (yield Op(ops.SET_VOICE, features, deadline=self.clock()))
+        features = yield Op(ops.PREPARE_VOICE, ops.VoiceRequest(samples), deadline=deadline)
+        return (yield Op(ops.SET_VOICE, features, deadline=deadline))
 
     # ---- ops
 
     @torch.inference_mode()
     def run(self, kind: str, bucket: Hashable, payloads: Sequence[Any]) -> Sequence[Any]:
-        """Run one batch of ops; one result per payload, errors of single ops among them."""
-        return self._runners[kind](payloads)
+        """Run one batch of ops; one result per payload, errors of single ops among them.
+
+        Raises:
+            EngineFault: the accelerator has failed, and what it holds is lost.
+        """
+        try:
+            return self._runners[kind](payloads)
+        except torch.AcceleratorError as error:
+            raise EngineFault(f"the accelerator failed in {kind}") from error
 
     def _all_runners(self) -> dict[str, Callable[[Sequence[Any]], Sequence[Any]]]:
         return {
@@ -219,26 +238,31 @@ class MiniCpmO45:
             slice_image(frame, limit, self.config.slices).slices
             for frame, limit in zip(request.frames, request.max_slice_nums, strict=True)
         )
-        mel = None if request.samples is None else request.mel.push(request.samples)
-        return PreparedInput(mel, slices)
+        if request.mel is None or request.samples is None:
+            return PreparedInput(None, slices)
+        return PreparedInput(request.mel.push(request.samples), slices)
 
     def _prepare_voice(self, request: ops.VoiceRequest) -> Any:
         assert self.voice_encoder is not None
         return self.voice_encoder.encode(request.samples)
 
     def _encode_audio(self, requests: Sequence[ops.AudioRequest]) -> list[Tensor]:
-        mel = torch.stack([request.mel for request in requests]).to(self.device)
+        mel = to_device(torch.stack([request.mel for request in requests]).numpy(), self.device)
         is_first = requests[0].is_first
         slots = tuple(request.slot for request in requests)
-        reach = None
+        n_new = self.config.audio.stream_frames(mel.shape[-1], is_first)
+        ends = tuple(request.past + n_new for request in requests)
+        # On an accelerator few spans, so that few shapes occur.
+        reach: Rows | int = min(
+            -(-max(ends) // AUDIO_SPAN_STEP) * AUDIO_SPAN_STEP, self.config.audio.max_positions
+        )
         if self.device.type == "cpu":
-            n_new = self.config.audio.stream_frames(mel.shape[-1], is_first)
-            reach = Rows(slots, tuple(request.past + n_new for request in requests))
+            reach = Rows(slots, ends)
         encoded = self.parts.audio.stream(
             self.audio_cache,
             mel,
-            self._ints(slots),
-            self._ints([request.past for request in requests]),
+            ints(slots, self.device),
+            ints([request.past for request in requests], self.device),
             is_first,
             reach,
         )
@@ -281,9 +305,6 @@ class MiniCpmO45:
         cache.move(
             request.slot, request.start, request.end, request.target, theta=config.rope_theta
         )
-
-    def _ints(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     # ---- sessions
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker.nn.mel import StreamingMel
 from worker.nn.sampling import Sampling
 from worker.nn.text_sampling import DuplexSampling
 
@@ -73,7 +74,7 @@ class Feed:
     """Position of the first row."""
     pieces: tuple[Piece, ...]
     choice: Choice | None = None
-    """None: nothing is chosen; the logits of the last row stay with the slot all the same."""
+    """None: nothing is chosen, which saves the output head."""
 
     @property
     def n_rows(self) -> int:
@@ -107,9 +108,10 @@ class Fed:
 
 @dataclass(frozen=True, slots=True)
 class InputRequest:
-    mel: Any
-    """The session's `StreamingMel`; advanced by the op. None = no audio in this unit."""
+    mel: StreamingMel | None
+    """The session's; advanced by the op. None = pictures of a prompt."""
     samples: NDArray[np.float32] | None
+    """One second, 16 kHz; None = no audio."""
     frames: tuple[NDArray[np.uint8], ...] = ()
     max_slice_nums: tuple[int, ...] = ()
     """One per frame."""
@@ -118,7 +120,7 @@ class InputRequest:
 @dataclass(frozen=True, slots=True)
 class PreparedInput:
     mel: Tensor | None
-    """`[80, F]`; None without audio, or while too little is there."""
+    """`[80, F]`; None without audio."""
     slices: tuple[tuple[NDArray[np.uint8], ...], ...] = ()
     """Per frame: the overview, then the tiles in reading order, each `[h, w, 3]`."""
 

@@ -24,7 +24,6 @@ class Snapshot:
 
     state: Duplex
     context: Any
-    logits: torch.Tensor
     audio: Any
     speech: Any = None
     token2wav: Any = None
@@ -41,7 +40,6 @@ def save(model: MiniCpmO45, state: Duplex) -> Snapshot:
     return Snapshot(
         _copied(state),
         model.language.cache.save(slot, state.n_tokens),
-        model.language.logits[slot].clone(),
         model.audio_cache.save(slot, state.audio_past),
         speech,
         token2wav,
@@ -54,7 +52,6 @@ def restore(model: MiniCpmO45, snapshot: Snapshot, slot: int) -> Duplex:
     state = _copied(snapshot.state)
     state.slot = slot
     model.language.cache.restore(slot, snapshot.context)
-    model.language.logits[slot] = snapshot.logits
     model.audio_cache.restore(slot, snapshot.audio)
     if model.token2wav is not None:
         model.speech_cache.restore(slot, snapshot.speech)
@@ -63,6 +60,5 @@ def restore(model: MiniCpmO45, snapshot: Snapshot, slot: int) -> Duplex:
 
 
 def _copied(state: Duplex) -> Duplex:
-    # A voice is shared by all who use it, and the clock is the engine's.
-    shared = {id(part): part for part in (state.voice, state.clock)}
-    return copy.deepcopy(state, shared)
+    # A voice is shared by all who use it.
+    return copy.deepcopy(state, {id(state.voice): state.voice})

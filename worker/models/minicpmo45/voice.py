@@ -158,8 +158,7 @@ def check_clip(samples: NDArray[np.float32]) -> None:
     seconds = len(samples) / INPUT_SAMPLE_RATE_HZ
     if not MIN_S <= seconds <= MAX_REFERENCE_VOICE_S:
         raise BadAudio(
-            f"reference voice: {seconds:.2f} s, must be {MIN_S:g} to {MAX_REFERENCE_VOICE_S:g} s "
-            f"(the first {MAX_USED_S} s are used)"
+            f"reference voice: {seconds:.2f} s, must be {MIN_S:g} to {MAX_REFERENCE_VOICE_S:g} s"
         )
     if not np.isfinite(samples).all():
         raise BadAudio("reference voice: some samples are not finite")

@@ -11,7 +11,7 @@ the dropped units' words along, between the prompt's prefix and its suffix. Mode
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shared.errors import ContextFull
@@ -88,50 +88,58 @@ class Window:
     def add(self, unit: KeptUnit) -> None:
         self.units.append(unit)
 
+    @property
+    def _room(self) -> int:
+        """The longest context that has room for one more unit."""
+        return self.n_positions - MAX_UNIT_TOKENS
+
     def is_due(self, n_tokens: int) -> bool:
         """Whether a context of this many tokens has to be cut before the next unit."""
-        if len(self.units) < 2:
-            return False
-        match self.settings.mode:
-            case "basic":
-                return n_tokens > self.settings.high_tokens
-            case "context":
-                is_full = n_tokens > self.n_positions - MAX_UNIT_TOKENS
-                return len(self.units) > self.settings.max_units or is_full
-            case "off":
-                return False
+        return self._is_too_long(n_tokens, self.settings.high_tokens)
 
     def check_room(self, n_tokens: int) -> None:
         """Raises ContextFull: not even one more unit fits."""
-        if n_tokens + MAX_UNIT_TOKENS > self.n_positions:
+        if n_tokens > self._room:
             raise ContextFull(
                 f"the session has filled its context of {self.n_positions} tokens: "
                 "start a new one, or use another duplex.sliding_window_mode"
             )
 
-    def cut(self, n_tokens: int) -> Cut:
-        """Drop what is too much of a context of this many tokens; to be called when it is due."""
-        first = self.n_preserved
-        n_dropped, had_words = 0, bool(self.previous)
-        limit = self.settings.low_tokens
-        words: list[int] = []
+    def cut(self, n_tokens: int) -> tuple[Window, Cut]:
+        """Drop what is too much of a context of this many tokens.
+
+        Returns:
+            The window once the cache has been cut, and how to cut it; this one stays as it is.
+        """
+        kept = replace(self, units=deque(self.units))
+        n_after, n_dropped = n_tokens, 0
+        while kept._is_too_long(n_after, self.settings.low_tokens):
+            unit = kept.units.popleft()
+            n_dropped += unit.n_tokens
+            kept._let_go(unit)
+            n_after = n_tokens - n_dropped + len(kept.previous) - len(self.previous)
+        rewritten = kept.previous + kept.suffix if kept.previous is not self.previous else ()
+        return kept, Cut(self.n_preserved + n_dropped, kept.n_preserved, rewritten, self.n_prefix)
+
+    def emptied(self) -> Window:
+        """Return the window of a context that holds nothing but the prompt."""
+        return replace(self, units=deque(), previous=())
+
+    def _is_too_long(self, n_tokens: int, limit: int) -> bool:
+        """Whether the oldest unit has to go; the newest one stays if there is room for another."""
+        if not self.units or self.settings.mode == "off":
+            return False
         if self.settings.mode == "basic":
-            while len(self.units) > 1 and n_tokens - n_dropped > limit:
-                n_dropped += self.units.popleft().n_tokens
-            self.n_dropped_tokens += n_dropped
+            is_over = n_tokens > limit and len(self.units) > 1
         else:
-            room = self.n_positions - MAX_UNIT_TOKENS
-            while len(self.units) > 1 and (
-                len(self.units) > self.settings.max_units or n_tokens - n_dropped > room
-            ):
-                unit = self.units.popleft()
-                n_dropped += unit.n_tokens
-                words += unit.words
-        rewritten: tuple[int, ...] = ()
-        if words:
-            content = self.previous[len(self.marker) :] if had_words else ()
-            carried = content + tuple(words)
-            n_over = max(0, len(carried) - self.settings.previous_max_tokens)
-            self.previous = self.marker + carried[n_over:]
-            rewritten = self.previous + self.suffix
-        return Cut(first + n_dropped, self.n_preserved, rewritten, self.n_prefix)
+            is_over = len(self.units) > self.settings.max_units
+        return is_over or n_tokens > self._room
+
+    def _let_go(self, unit: KeptUnit) -> None:
+        if self.settings.mode == "basic":
+            self.n_dropped_tokens += unit.n_tokens
+        elif unit.words:
+            carried = self.previous[len(self.marker) :] + unit.words
+            # With the prompt, which takes half of it at most, room for units is left.
+            most = min(self.settings.previous_max_tokens, self._room // 4)
+            self.previous = self.marker + carried[max(0, len(carried) - most) :]
