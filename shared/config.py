@@ -68,6 +68,10 @@ ExpectedSeconds = Annotated[float, Field(gt=0, le=86_400)]
 """How long a session of one kind is expected to last; a day at most."""
 
 
+FilledString = Annotated[str, Field(min_length=1)]
+"""An empty path would be the current folder."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -76,9 +80,9 @@ class ModelConfig(Section):
     """Which model is served and where its weights are."""
 
     backend: Literal["auto", "minicpmo45", "cascade"] = "auto"
-    model_path: str | None = None
+    model_path: FilledString | None = None
     """Hugging Face directory or id of MiniCPM-o 4.5; null = the embedded cascade."""
-    pt_path: str | None = None
+    pt_path: FilledString | None = None
     """Tensors (torch file) that replace those of the same name."""
     random_weights: bool = False
     """Build the model at full size without a checkpoint (benchmarks, precompile)."""

@@ -64,6 +64,13 @@ def test_a_bad_value_is_named_with_its_key(tmp_path, section, key, value):
     assert f"{section}.{key} is {value!r}" in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["model_path", "pt_path"])
+def test_an_empty_path_of_the_model_is_refused(tmp_path, key):
+    """It would mean the current folder."""
+    with pytest.raises(ConfigError, match=rf"model\.{key} is '': .* at least 1 character"):
+        load_config(write(tmp_path, {"model": {key: ""}}))
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '"x"', "\x00"])
 def test_a_file_that_is_no_json_object_is_refused(tmp_path, content):
     with pytest.raises(ConfigError, match=r"config\.json"):

@@ -391,8 +391,11 @@ class Engine:
         with self._mutex:
             task._session.tasks.discard(task)
             self._touched.add(task._session)
-        if task._on_done is not None:
-            task._on_done(task)
+        # The listeners hold what the program was about, pictures too, and whoever waits holds the
+        # task: only the collector would part them.
+        on_done, task._on_done, task._on_emit = task._on_done, None, None
+        if on_done is not None:
+            on_done(task)
         self._settle([task._session])
 
     def _settle(self, sessions: Iterable[_Session]) -> None:

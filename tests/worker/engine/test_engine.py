@@ -1,6 +1,8 @@
 """The engine without threads: programs, ops, waits, cancellation, faults."""
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,6 +102,37 @@ def test_an_emitted_value_reaches_the_listener_before_the_program_goes_on(engine
     engine.advance()
 
     assert events == ["said", "after"]
+
+
+def test_what_a_program_was_about_goes_with_it(engine):
+    """At once, not when the collector comes: a unit's pictures may be hundreds of megabytes."""
+
+    class Pictures:
+        pass
+
+    def listeners(done):
+        pictures = Pictures()
+
+        def on_emit(value, of=pictures):
+            pass
+
+        def on_done(task, of=pictures):
+            done.append(task)
+
+        return weakref.ref(pictures), on_emit, on_done
+
+    done = []
+    gc.disable()
+    try:
+        alive, on_emit, on_done = listeners(done)
+        engine.spawn("s", doubled(1), on_emit, on_done)
+        del on_emit, on_done
+        run_all(engine)
+
+        assert done[0].value == 2
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_result_that_is_an_exception_is_raised_in_its_program_alone(engine):

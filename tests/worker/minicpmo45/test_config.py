@@ -250,6 +250,16 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused() -> None:
         ({"hidden_size": "128"}, "hidden_size is '128', expected a whole number"),
         ({"hidden_size": True}, "hidden_size is True"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, .* at most 512"),
+        ({"vision_config__num_hidden_layers": 513}, "num_hidden_layers is 513, .* at most 512"),
+        ({"audio_config__encoder_layers": 513}, "encoder_layers is 513, .* at most 512"),
+        ({"tts_config__num_hidden_layers": 513}, "num_hidden_layers is 513, .* at most 512"),
+        ({"intermediate_size": 10**9}, "intermediate_size is 1000000000, .* at most 8000000"),
+        (
+            {"hidden_size": 10**4000},
+            r"hidden_size is 1000+\.\.\., .* at most 8000000",
+        ),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps is 1000+\.\.\., .* at most 1e\+12"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor"),
         ({"head_dim": 33}, "head_dim is 33, expected an even number"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
@@ -290,6 +300,7 @@ def test_an_odd_value_is_one_sentence(read: Edit, changes: dict[str, Any], says:
         read(**changes)
     assert "config.json: " in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize(
@@ -313,7 +324,13 @@ def test_another_image_processor_is_refused(
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"{", "damaged"), (b"[]", "no JSON object"), (b"\xff\xfe", "no UTF-8"), (None, "not exist")],
+    [
+        (b"{", "damaged"),
+        (b"[]", "no JSON object"),
+        (b"\xff\xfe", "no UTF-8"),
+        (b'{"version": ' + 5000 * b"9" + b"}", "damaged: no JSON"),
+        (None, "not exist"),
+    ],
 )
 def test_a_damaged_file_is_one_sentence(tmp_path: Path, content: bytes | None, says: str) -> None:
     if content is not None:

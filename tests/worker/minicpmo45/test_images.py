@@ -31,7 +31,7 @@ def picture(width, height):
 
 @pytest.mark.parametrize(
     ("width", "height"),
-    [(1, 1), (1, 5000), (5000, 1), (2, 1), (13, 14), (1, MAX_ASPECT_RATIO), (448, 449)],
+    [(1, 1), (1, 900), (900, 1), (2, 1), (13, 14), (1, MAX_ASPECT_RATIO), (448, 449)],
 )
 @pytest.mark.parametrize("most", [1, 9])
 def test_odd_pictures_give_whole_patches(width, height, most):
@@ -60,14 +60,14 @@ def test_every_plan_is_bounded(width, height, most):
     plan = plan_slices(width, height, most, CONFIG)
     rows, columns = overview_grid(width, height, CONFIG)
     assert plan.overview == (14 * columns, 14 * rows)
-    assert 1 <= rows * columns <= 2896
+    assert 1 <= rows * columns <= 1366
     assert (plan.grid is None) == (plan.refined is None)
     if plan.grid is not None:
         n_tiles = math.prod(plan.grid)
         assert 2 <= n_tiles <= min(most, math.ceil(width * height / 448**2) + 1)
         for side, count in zip(plan.refined, plan.grid, strict=True):
             assert side % (14 * count) == 0
-        assert 1 <= math.prod(plan.refined) // 14**2 // n_tiles <= 2896
+        assert 1 <= math.prod(plan.refined) // 14**2 // n_tiles <= 1366
 
 
 @pytest.mark.parametrize(

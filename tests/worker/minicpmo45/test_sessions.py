@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shared.config import Config, DuplexConfig, ModelConfig
+from shared.errors import ModelLoadError
 from shared.protocol import DuplexSettings
 from tests.golden.driver import run_program
 from tests.worker.minicpmo45.conftest import CHECKPOINT, picture, play, sound, start, unit
@@ -221,3 +222,20 @@ def test_a_window_cut_leaves_the_next_unit_sound(tiny, monkeypatch):
         assert state.context_tokens <= 120 + 40
 
     assert cuts > 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: 9 bytes")],
+)
+def test_too_many_slots_are_one_sentence(monkeypatch, error):
+    model = build(Config(model=ModelConfig(model_path=str(CHECKPOINT))))
+    model.load_model(lambda share, note: None)
+
+    def full(*args):
+        raise error
+
+    monkeypatch.setattr("worker.models.minicpmo45.model.AudioCache.allocate", full)
+
+    with pytest.raises(ModelLoadError, match="not enough memory for 7 slots"):
+        model.init_unified(7, lambda share, note: None)

@@ -308,8 +308,9 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def test_missing_folder_names_what_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"lacks flow\.yaml, flow\.pt, hift\.pt") as caught:
+    with pytest.raises(ModelLoadError, match=r"flow\.pt, hift\.pt, which make the") as caught:
         read_token2wav(tmp_path / "none")
+    assert "lacks flow.yaml, flow.pt" in str(caught.value)
     assert "audio.enabled" in str(caught.value)
 
 
@@ -317,7 +318,7 @@ def test_missing_folder_names_what_is_needed(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink()
 
-    with pytest.raises(ModelLoadError, match=f"lacks {name},"):
+    with pytest.raises(ModelLoadError, match=f"lacks {name}, which makes the voice;"):
         read_token2wav(folder)
 
 
@@ -348,6 +349,12 @@ def set_yaml(path: Path, old: str, new: str) -> None:
     [
         ("num_blocks: 2", "num_blocks: 3", r"flow\.pt do not fit flow\.yaml:.*encoders\.2\."),
         ("depth: 2", "depth: 1", r"blocks\.1\..* belongs to no part"),
+        ("depth: 2", "depth: 1000000000", "depth is 1000000000, .* at most 512"),
+        ("num_blocks: 2", "num_blocks: 1000000000", "num_blocks is 1000000000, .* at most 512"),
+        ("num_up_blocks: 1", "num_up_blocks: 513", "num_up_blocks is 513, .* at most 512"),
+        ("depth: 2", "depth: 0x1" + 5000 * "0", "depth is too long to be shown, .* at most 512"),
+        ("depth: 2", "depth: " + 5000 * "9", "damaged"),
+        ("depth: 2", "depth: 2\n      mlp_ratio: 1.0e+300", r"mlp_ratio is 1e\+300, .* at most"),
         ("linear_units: 56", "linear_units: 64", r"w_1\.weight is \[56, 16\], expected \[64, 16\]"),
         ("up_stride: 2", "up_stride: 3", r"up_stride is 3, expected 2"),
         ("depth: 2", "depth: two", "estimator.depth is 'two'"),
@@ -372,6 +379,7 @@ def test_an_odd_flow_configuration_is_refused(folder: Path, old: str, new: str, 
         ("base_channels: 16", "base_channels: 32", r"conv_pre\.bias is \[16\], expected \[32\]"),
         ("[8, 5, 3]", "[8, 5]", "upsample_kernel_sizes"),
         ("[8, 5, 3]", "[8, 5, 2]", "480 samples"),
+        ("[8, 5, 3]", "[8, 5, 1000000000]", "upsample_rates is .* at most 8000000"),
         ("[8, 5, 3]", "8", "a list of whole numbers"),
         ("[[1, 3, 5], [1, 3, 5], [1, 3, 5]]", "[[1, 3, 5]]", "one list per kernel size"),
         ("[7, 7, 11]", "[7, 7]", "one per upsampling rate"),
@@ -406,6 +414,24 @@ def test_a_damaged_file_is_one_sentence(
     with pytest.raises(ModelLoadError, match=name) as caught:
         read_token2wav(folder)
     assert "\n" not in str(caught.value)
+    assert "cannot be read" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["flow.pt", "hift.pt", "hift_original.pt"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("folder", [CAUSAL], indirect=True)
+def test_a_value_that_is_not_finite_is_refused(folder: Path, name: str, value: float) -> None:
+    tensors = {n: t.clone() for n, t in read_torch(folder / name).items()}
+    spoilt = list(tensors)[-1]
+    tensors[spoilt].view(-1)[-1] = value
+    torch.save(tensors, folder / name)
+
+    with pytest.raises(ModelLoadError) as caught:
+        read_token2wav(folder)
+    assert str(caught.value) == (
+        f"{folder / name}: {spoilt.removeprefix('generator.')} holds NaN or infinite values; "
+        "download it again"
+    )
 
 
 def test_a_missing_tensor_is_listed(folder: Path) -> None:

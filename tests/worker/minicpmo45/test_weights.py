@@ -237,9 +237,117 @@ def test_overlay_that_does_not_fit_is_refused(folder: Path, content: object, say
     assert "extra.pt" in str(caught.value)
 
 
+class Code:
+    """Something that a torch file may hold and that reading would have to run."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("ran",)
+
+
+def cut_in_half(path: Path) -> None:
+    torch.save({NORM: torch.ones(128)}, path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        cut_in_half,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"\xff\x65" * 100),
+        lambda path: path.write_bytes(bytes(4000)),
+        lambda path: path.write_text("llm.model.norm.weight = ones\n"),
+        lambda path: path.write_bytes(b"PK\x03\x04" + bytes(60)),
+        lambda path: torch.save({NORM: Code()}, path),
+        lambda path: torch.save({NORM: Code()}, path, _use_new_zipfile_serialization=False),
+    ],
+)
+def test_a_file_that_torch_cannot_read_is_one_sentence_of_ours(
+    folder: Path, make: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's own advice is to run the code in the file."""
+    path = folder / "extra.pt"
+    make(path)
+
+    with pytest.raises(ModelLoadError) as caught:
+        read(folder, path)
+    assert str(caught.value) == (
+        f"{path} is damaged or no file of plain tensors; download it again"
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_a_file_that_the_system_cannot_read_is_not_called_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    torch.save({NORM: torch.ones(128)}, folder / "extra.pt")
+    monkeypatch.setattr(checkpoint.torch, "load", fail)
+
+    with pytest.raises(ModelLoadError, match=r"extra\.pt cannot be read: Permission denied"):
+        read(folder, folder / "extra.pt")
+
+
 def test_missing_overlay_is_named(folder: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"none\.pt does not exist"):
         read(folder, folder / "none.pt")
+
+
+def test_overlay_that_is_a_folder_is_named(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match=f"^{folder} is a folder, expected a torch file$"):
+        read(folder, folder)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_value_that_is_not_finite_is_refused(
+    folder: Path, value: float, dtype: torch.dtype
+) -> None:
+    """It would be served as silence or nonsense."""
+
+    def spoil(tensors: Tensors) -> None:
+        tensors["tts.emb_code.0.weight"] = tensors["tts.emb_code.0.weight"].to(dtype)
+        tensors["tts.emb_code.0.weight"][17, 3] = value
+
+    change(folder, spoil)
+
+    with pytest.raises(ModelLoadError) as caught:
+        read(folder)
+    assert str(caught.value) == (
+        f"{folder / SHARD}: tts.emb_code.0.weight holds NaN or infinite values; download it again"
+    )
+
+
+def test_a_value_of_the_overlay_that_is_not_finite_is_refused(folder: Path) -> None:
+    torch.save({NORM: torch.full((128,), torch.nan)}, folder / "extra.pt")
+
+    with pytest.raises(ModelLoadError, match=rf"extra\.pt: {NORM} holds NaN or infinite values"):
+        read(folder, folder / "extra.pt")
+
+
+def test_only_what_is_used_has_to_be_finite(folder: Path, whole: Parts) -> None:
+    def spoil(tensors: Tensors) -> None:
+        tensors[NORM][:] = torch.nan
+        tensors["tts.model.embed_tokens.weight"] = torch.full((3, 2), torch.nan)
+
+    norm = load_file(folder / SHARD)[NORM]
+    change(folder, spoil)
+    torch.save({NORM: norm}, folder / "extra.pt")
+
+    assert_same(read(folder, folder / "extra.pt"), whole)
+
+
+def test_the_largest_values_of_a_type_are_finite(folder: Path) -> None:
+    largest = torch.finfo(load_file(folder / SHARD)[NORM].dtype).max
+
+    change(folder, lambda tensors: tensors[NORM].fill_(largest))
+
+    assert float(read(folder).llm.norm.weight[0]) > 1e38
 
 
 # ---- what does not fit
@@ -257,9 +365,9 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path) -> None:
 
     with pytest.raises(ModelLoadError) as caught:
         read(folder)
-    first, *lines = str(caught.value).splitlines()
-    assert first.startswith("5 tensors of ")
-    assert {line.strip() for line in lines} == {
+    start, _, problems = str(caught.value).partition(": ")
+    assert start == f"5 tensors of {folder / SHARD} do not fit {folder / 'config.json'}"
+    assert set(problems.split("; ")) == {
         "apm.conv1.bias is missing, expected [32]",
         "llm.model.layers.1.mlp.up_proj.weight is missing, expected [256, 128]",
         "resampler.proj is [128, 64], expected [128, 128]",
@@ -275,10 +383,10 @@ def test_a_long_list_is_counted(folder: Path) -> None:
 
     with pytest.raises(ModelLoadError) as caught:
         read(folder)
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("33 tensors of ")
-    assert len(lines) == 22
-    assert lines[-1].strip() == "... and 13 more"
+    assert str(caught.value).startswith("33 tensors of ")
+    problems = str(caught.value).split("; ")
+    assert len(problems) == 21
+    assert problems[-1] == "... and 13 more"
 
 
 def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(
@@ -287,8 +395,12 @@ def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(
     change(folder, lambda tensors: tensors.pop(NORM))
     monkeypatch.setattr(checkpoint, "safe_open", lambda *_: pytest.fail("weights were read"))
 
-    with pytest.raises(ModelLoadError, match=f"{NORM} is missing"):
+    with pytest.raises(ModelLoadError) as caught:
         read(folder)
+    assert str(caught.value) == (
+        f"1 tensor of {folder / SHARD} does not fit {folder / 'config.json'}: "
+        f"{NORM} is missing, expected [128]"
+    )
 
 
 def test_a_layer_that_the_config_wants_is_missing(folder: Path) -> None:
@@ -352,6 +464,14 @@ def test_a_shard_that_cannot_be_opened_is_named(folder: Path) -> None:
         read(folder)
 
 
+def test_a_link_to_nothing_is_called_that(folder: Path) -> None:
+    (folder / SHARD).unlink()
+    (folder / SHARD).symlink_to(folder / "gone")
+
+    with pytest.raises(ModelLoadError, match=f"{SHARD} is a link to a file that does not exist"):
+        read(folder)
+
+
 def test_index_that_names_a_missing_shard(folder: Path) -> None:
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     where = shards(folder, names)
@@ -365,7 +485,11 @@ def test_index_that_names_a_missing_shard(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "says"),
     [
-        ({"weight_map": {"x": SHARD}}, "1 tensors that their files do not hold, first x"),
+        ({"weight_map": {"x": SHARD}}, "names 1 tensor that no file holds: x; download"),
+        (
+            {"weight_map": {"y": SHARD, "x": SHARD}},
+            "names 2 tensors that no file holds, first x; download",
+        ),
         ({"weight_map": {"x": "../up.safetensors"}}, "no name of a file in its folder"),
         ({"weight_map": {"x": 3}}, "no name of a file"),
         ({"weight_map": {}}, "no weight_map"),

@@ -91,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object of the checkpoint. Raises ModelLoadError."""
     try:
         value = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number with thousands of digits
         raise ModelLoadError(f"{path} is damaged: no JSON ({error})") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} is no JSON object")
@@ -117,10 +117,40 @@ def entry_of(path: Path, tensor: Tensor) -> Entry:
     return Entry(path, FLOATS.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
 
 
+def checked(path: Path, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor with values, which took one reduction on its device and no copy.
+
+    Raises:
+        ModelLoadError: a value is NaN or infinite; all that is computed with it would be.
+    """
+    # Of a tensor with NaN, both ends are NaN.
+    if not bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):
+        raise ModelLoadError(f"{path}: {name} holds NaN or infinite values; download it again")
+    return tensor
+
+
+class CheckedTensors(Mapping[str, Tensor]):
+    """The tensors of one file, each looked over when it is asked for."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self._path, self._tensors = path, tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises KeyError, and ModelLoadError if a value is not finite."""
+        return checked(self._path, name, self._tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 class TensorFiles(Mapping[str, Tensor]):
     """All tensors of a folder's safetensors files, each read when it is asked for.
 
-    A tensor goes straight to the device and becomes `dtype` there; nothing is kept.
+    A tensor goes straight to the device, becomes `dtype` there and is looked over; nothing is
+    kept.
     """
 
     def __init__(
@@ -147,17 +177,23 @@ class TensorFiles(Mapping[str, Tensor]):
         self._open: dict[Path, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one tensor. Raises KeyError, and ModelLoadError if it cannot be read."""
-        if name in self._overlay:  # copied: it may be a view of the file
-            return self._overlay[name].to(self._device, self._dtype, copy=True)
+        """Read one tensor.
+
+        Raises:
+            KeyError: there is none of that name.
+            ModelLoadError: it cannot be read, or a value is not finite.
+        """
         path = self.entries[name].path
+        if name in self._overlay:  # copied: it may be a view of the file
+            replaced = self._overlay[name].to(self._device, self._dtype, copy=True)
+            return checked(path, name, replaced)
         try:
             if path not in self._open:
                 self._open[path] = safe_open(path, "pt", device=str(self._device))
             tensor: Tensor = self._open[path].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"{path}: {name} cannot be read: {error}") from error
-        return tensor.to(self._dtype)
+        return checked(path, name, tensor.to(self._dtype))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -184,6 +220,11 @@ def read_headers(folder: Path) -> dict[str, Entry]:
     if not paths:
         raise ModelLoadError(f"{folder} holds no *.safetensors file; is the checkpoint whole?")
     missing = [path.name for path in paths if not path.exists()]
+    if missing and named is None:
+        raise ModelLoadError(
+            f"{folder / missing[0]} is a link to a file that does not exist; download the "
+            "checkpoint again"
+        )
     if missing:
         raise ModelLoadError(
             f"{folder} lacks {', '.join(missing)}, named in its index; download the checkpoint "
@@ -202,9 +243,11 @@ def read_headers(folder: Path) -> dict[str, Entry]:
             entries[name] = entry
     lost = sorted(set(named or ()) - set(entries))
     if lost:
+        what = "1 tensor" if len(lost) == 1 else f"{len(lost)} tensors"
+        first = f": {lost[0]}" if len(lost) == 1 else f", first {lost[0]}"
         raise ModelLoadError(
-            f"{folder}: the index names {len(lost)} tensors that their files do not hold, first "
-            f"{lost[0]}; download the checkpoint again"
+            f"{folder}: the index names {what} that no file holds{first}; download the checkpoint "
+            "again"
         )
     return entries
 
@@ -267,18 +310,22 @@ def read_torch(path: Path) -> dict[str, Tensor]:
     Raises:
         ModelLoadError: the file is missing, damaged, or no state dict.
     """
+    if path.is_dir():
+        raise ModelLoadError(f"{path} is a folder, expected a torch file")
     if not path.is_file():
         raise ModelLoadError(f"{path} does not exist")
+    # torch's own texts are not passed on: they advise to run the code in the file.
+    damaged = f"{path} is damaged or no file of plain tensors; download it again"
     try:
         # Files of the old form cannot be mapped.
         mapped = zipfile.is_zipfile(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
+        if error.errno == errno.EINVAL:  # torch looked for a place outside of a short file
+            raise ModelLoadError(damaged) from error
         raise ModelLoadError(f"{path} cannot be read: {explain(error)}") from error
     except Exception as error:
-        raise ModelLoadError(
-            f"{path} is damaged or no file of plain tensors: {first_line(error)}"
-        ) from error
+        raise ModelLoadError(damaged) from error
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, Mapping) or not all(

@@ -8,7 +8,6 @@ published values: MiniCPM-o 4.5, `config.json`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,14 @@ from worker.nn.decoder import DecoderConfig
 from worker.nn.resampler import ResamplerConfig
 from worker.nn.siglip import VisionConfig
 from worker.nn.speech import SpeechConfig
+
+MAX_LAYERS = 512
+MAX_SIZE = 8_000_000
+MAX_NUMBER = 1e12
+"""Far above any model's; a damaged number would make a list of tensors that never ends."""
+
+MAX_SHOWN = 200
+"""Characters of a value that an error repeats."""
 
 TtsAttention = Literal["full_attention", "sliding_window", "sliding_recompute", "reindex"]
 RESAMPLER_HEAD_DIM = 128
@@ -178,20 +185,25 @@ class Section:
                 f"{self.place}{name} is missing, expected {expected}; is this the config of "
                 "MiniCPM-o 4.5?"
             )
-        return ModelLoadError(f"{self.place}{name} is {self.values[name]!r}, expected {expected}")
+        value = shown(self.values[name])
+        return ModelLoadError(f"{self.place}{name} is {value}, expected {expected}")
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def whole(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """Return a whole number above 0; without a default it has to be there."""
         value = self.values.get(name, default)
-        if type(value) is not int or value <= 0:
-            raise self.wrong(name, "a whole number above 0")
+        if type(value) is not int or not 0 < value <= most:
+            raise self.wrong(name, f"a whole number above 0, at most {most}")
         return value
+
+    def layers(self, name: str, default: int | None = None) -> int:
+        """Return a number of layers; without a default it has to be there."""
+        return self.whole(name, default, MAX_LAYERS)
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a finite number above 0."""
         value = self.values.get(name, default)
-        if type(value) not in (int, float) or not (0 < value < math.inf):
-            raise self.wrong(name, "a number above 0")
+        if type(value) not in (int, float) or not (0 < value <= MAX_NUMBER):
+            raise self.wrong(name, f"a number above 0, at most {MAX_NUMBER:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -206,6 +218,15 @@ class Section:
         if value not in allowed:
             raise self.wrong(name, " or ".join(repr(choice) for choice in allowed))
         return value
+
+
+def shown(value: object) -> str:
+    """Return a value of a file as a sentence can hold it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print the longest numbers
+        return "too long to be shown"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def check_kind(top: Section) -> None:
@@ -233,7 +254,7 @@ def read_llm(top: Section) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=top.whole("vocab_size"),
         hidden_size=width,
-        n_layers=top.whole("num_hidden_layers"),
+        n_layers=top.layers("num_hidden_layers"),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         # Qwen3's default is a number, not hidden_size / heads.
@@ -281,7 +302,7 @@ def read_vision(top: Section) -> tuple[VisionConfig, bool | None]:
     patch, size = section.whole("patch_size"), section.whole("image_size")
     if size % patch:
         raise section.wrong("image_size", f"a multiple of patch_size {patch}")
-    n_layers = section.whole("num_hidden_layers")
+    n_layers = section.layers("num_hidden_layers")
     drops: bool | None = None
     if top.values.get("drop_vision_last_layer") is not None:
         drops = top.flag("drop_vision_last_layer", False)
@@ -316,7 +337,7 @@ def read_audio(top: Section, llm_dim: int) -> AudioEncoderConfig:
         raise section.wrong("encoder_ffn_dim", f"4 x d_model = {4 * width}")
     return AudioEncoderConfig(
         width=width,
-        n_layers=section.whole("encoder_layers"),
+        n_layers=section.layers("encoder_layers"),
         n_heads=divisor(section, "encoder_attention_heads", width),
         ffn_size=ffn,
         llm_dim=llm_dim,
@@ -350,7 +371,7 @@ def read_speech(top: Section, llm: DecoderConfig) -> SpeechConfig:
     return SpeechConfig(
         llm_dim=llm.hidden_size,
         hidden_size=width,
-        n_layers=section.whole("num_hidden_layers", 20),
+        n_layers=section.layers("num_hidden_layers", 20),
         n_heads=n_heads,
         n_kv_heads=section.whole("num_key_value_heads", n_heads),
         head_dim=even(section, "num_attention_heads", width // n_heads),

@@ -10,8 +10,8 @@ frame) that one grid is all there is. Of usual cameras (patch rows, patch column
     1:1 (32, 32)   4:3 (28, 37)   3:2 (26, 39)   16:10 (25, 40)   16:9 (24, 43)   2:1 (23, 45)
 
 and upright ones the other way round. Between 1:2 and 2:1 there are 46 grids of 988 to 1056
-patches, between 1:3 and 3:1 there are 77 of 987 to 1056; further out up to 1366, and 2896 at the
-bound. `overview_grid` gives that of any picture, for those who keep something per grid.
+patches, between 1:3 and 3:1 there are 77 of 987 to 1056, and no picture has more than 1366.
+`overview_grid` gives that of any picture, for those who keep something per grid.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Pixels = NDArray[np.uint8]
 Size = tuple[int, int]
 """Width and height."""
 
-MAX_ASPECT_RATIO = 8192
-"""Longer side / shorter side. A slice then has at most 2896 patches (about 1024 are usual); in the
+MAX_ASPECT_RATIO = 1024
+"""Longer side / shorter side. A slice then has at most 1366 patches (about 1024 are usual); in the
 original there is no bound, and one strip of pixels occupies it for as long as it likes."""
 
 UNK = "<unk>"

@@ -22,7 +22,7 @@ from worker.nn.speech import SpeechConfig
 Shapes = dict[str, tuple[int, ...]]
 
 MAX_PROBLEMS = 20
-"""Lines of an error; more are counted."""
+"""In one sentence; more are counted."""
 
 UNUSED = re.compile(
     r"tts\.model\.embed_tokens\.weight"  # the reference's Llama has one, and never looks at it
@@ -72,10 +72,10 @@ def check_tensors(
     shown = problems[:MAX_PROBLEMS]
     if len(problems) > len(shown):
         shown.append(f"... and {len(problems) - len(shown)} more")
-    raise ModelLoadError(
-        f"{len(problems)} tensor{'s' if len(problems) > 1 else ''} of {files} do not fit {by}:"
-        + "".join(f"\n  {line}" for line in shown)
-    )
+    start = "1 tensor" if len(problems) == 1 else f"{len(problems)} tensors"
+    verb = "does" if len(problems) == 1 else "do"
+    # One line: whoever logs the reason escapes line breaks.
+    raise ModelLoadError(f"{start} of {files} {verb} not fit {by}: {'; '.join(shown)}")
 
 
 def published_shapes(config: CheckpointConfig) -> Shapes:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shared.config import Compat
-from shared.errors import EngineFault, VoiceUnavailable
+from shared.errors import EngineFault, ModelLoadError, VoiceUnavailable
 from worker.engine.contract import Op, Program
 from worker.models.batches import one_by_one
 from worker.models.contract import Progress, Prompt, Unit
@@ -83,6 +84,18 @@ class ModelOptions:
     """Of a slot's speech cache: 45 s of uninterrupted speech, then its older half goes."""
 
 
+@contextmanager
+def enough_memory(purpose: str) -> Iterator[None]:
+    """Turn a failed allocation into a ModelLoadError that says what it was for."""
+    try:
+        yield
+    except RuntimeError as error:
+        # A CPU's allocator has no error class of its own.
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise ModelLoadError(f"there is not enough memory {purpose}") from error
+        raise
+
+
 class MiniCpmO45:
     """The model of all modes. It keeps weights and caches; sessions keep their state.
 
@@ -112,7 +125,8 @@ class MiniCpmO45:
 
     def load_model(self, progress: Progress) -> None:
         """Read the weights. Raises ModelLoadError."""
-        loaded = self._load(progress)
+        with enough_memory("for the weights of the model"):
+            loaded = self._load(progress)
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.parts = loaded.parts
@@ -128,8 +142,19 @@ class MiniCpmO45:
 
     @torch.inference_mode()
     def init_unified(self, n_slots: int, progress: Progress) -> None:
-        """Allocate the caches of `n_slots` sessions."""
+        """Allocate the caches of `n_slots` sessions. Raises ModelLoadError if memory is short."""
         progress(0.0, f"caches of {n_slots} slots")
+        too_many = f"for {n_slots} slots: set service.sessions_per_worker to a lower number"
+        with enough_memory(too_many):
+            self._allocate(n_slots, progress)
+        self._runners = self._all_runners()
+        note = f"{n_slots} slots of {self.n_positions} positions"
+        if self.device.type == "cuda":
+            gib = torch.cuda.memory_allocated(self.device) / 2**30
+            note += f", {gib:.1f} GiB of tensors"
+        progress(1.0, note)
+
+    def _allocate(self, n_slots: int, progress: Progress) -> None:
         dtype, device = self.dtype, self.device
         self.language = Language(
             self.parts.llm, self.tokenizer, self.compat, n_slots, self.n_positions
@@ -143,12 +168,6 @@ class MiniCpmO45:
             )
             self.token2wav.allocate(n_slots, MAX_VOICE_FRAMES)
             self.default_voice = self.token2wav.set_voice(self._default_features)
-        self._runners = self._all_runners()
-        note = f"{n_slots} slots of {self.n_positions} positions"
-        if self.device.type == "cuda":
-            gib = torch.cuda.memory_allocated(self.device) / 2**30
-            note += f", {gib:.1f} GiB of tensors"
-        progress(1.0, note)
 
     def apply_torch_compile(self, progress: Progress) -> str:
         """Say that nothing is compiled."""

@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.errors import ModelLoadError
-from worker.models.minicpmo45.checkpoint import Entry, entry_of, first_line, read_torch
+from worker.models.minicpmo45.checkpoint import (
+    CheckedTensors,
+    Entry,
+    entry_of,
+    first_line,
+    read_torch,
+)
 from worker.models.minicpmo45.layout import Shapes, check_tensors
 from worker.models.minicpmo45.voice import MAX_USED_S, SILENT_CODE, VoiceFeatures
 from worker.models.minicpmo45.voice_config import read_flow_config, read_hift_config
@@ -242,7 +248,7 @@ def read_token2wav(
     """
     is_causal = find_generation(folder)
     flow_config = read_flow_config(folder / "flow.yaml", n_timesteps, trim)
-    flow = read_tensors(folder / "flow.pt", device)
+    flow: Mapping[str, Tensor] = read_tensors(folder / "flow.pt", device)
     check(folder / "flow.pt", flow, flow_shapes(flow_config), "flow.yaml")
     hift = read_tensors(folder / "hift.pt", device)
     original = None
@@ -251,9 +257,10 @@ def read_token2wav(
         check(folder / "hift.pt", hift, hift_shapes(config), "config.yaml")
         path = folder / "hift_original.pt"
         original = read_legacy(path, read_tensors(path, device), device)
-        net = build_hift(hift, config, device)
+        net = build_hift(CheckedTensors(folder / "hift.pt", hift), config, device)
     else:
         net = read_legacy(folder / "hift.pt", hift, device)
+    flow = CheckedTensors(folder / "flow.pt", flow)
     return Token2Wav(build_flow(flow, flow_config, device), net, original)
 
 
@@ -269,9 +276,10 @@ def find_generation(folder: Path) -> bool:
         needed += ["config.yaml", "hift_original.pt"]
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
+        verb = "makes" if len(missing) == 1 else "make"
         raise ModelLoadError(
-            f"{folder} lacks {', '.join(missing)}, which make the voice; download the checkpoint "
-            "again, or set audio.enabled to false for answers in text only"
+            f"{folder} lacks {', '.join(missing)}, which {verb} the voice; download the "
+            "checkpoint again, or set audio.enabled to false for answers in text only"
         )
     return bool(newer)
 
@@ -294,7 +302,7 @@ def read_legacy(path: Path, tensors: Mapping[str, Tensor], device: torch.device 
             "checkpoint again"
         ) from error
     check(path, tensors, hift_shapes(config), "the sizes of its first layers")
-    return build_hift(tensors, config, device)
+    return build_hift(CheckedTensors(path, tensors), config, device)
 
 
 def check(path: Path, tensors: Mapping[str, Tensor], expected: Shapes, by: str) -> None:

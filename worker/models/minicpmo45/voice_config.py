@@ -12,7 +12,7 @@ import yaml
 
 from shared.errors import ModelLoadError
 from worker.models.minicpmo45.checkpoint import first_line, read_text
-from worker.models.minicpmo45.config import Section
+from worker.models.minicpmo45.config import MAX_SIZE, Section
 from worker.nn.conformer import FRAMES_PER_TOKEN, ConformerConfig, Trim
 from worker.nn.dit import DitConfig
 from worker.nn.flow import FlowConfig
@@ -38,7 +38,8 @@ def read_yaml(path: Path) -> Section:
     """Return what a hyperpyyaml file says. Raises ModelLoadError."""
     try:
         values = yaml.load(read_text(path), PlainLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        # The last: a number with thousands of digits, a date that does not exist.
         raise ModelLoadError(f"{path} is damaged: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path} is damaged: no mapping")
@@ -69,8 +70,8 @@ def read_flow_config(path: Path, n_timesteps: int, trim: Trim) -> FlowConfig:
             width=width,
             n_heads=n_heads,
             ffn_size=encoder.whole("linear_units"),
-            n_blocks=encoder.whole("num_blocks"),
-            n_up_blocks=encoder.whole("num_up_blocks", 4),
+            n_blocks=encoder.layers("num_blocks"),
+            n_up_blocks=encoder.layers("num_up_blocks", 4),
             up_stride=encoder.one_of("up_stride", (FRAMES_PER_TOKEN,), FRAMES_PER_TOKEN),
             n_lookahead=encoder.whole("pre_lookahead_len", 3),
             key_bias=encoder.flag("key_bias", True),
@@ -79,7 +80,7 @@ def read_flow_config(path: Path, n_timesteps: int, trim: Trim) -> FlowConfig:
         dit=DitConfig(
             in_size=estimator.one_of("in_channels", (4 * n_bands,), None),
             out_size=estimator.one_of("out_channels", (n_bands,), None),
-            depth=estimator.whole("depth"),
+            depth=estimator.layers("depth"),
             n_heads=estimator.whole("num_heads"),
             head_dim=estimator.whole("head_dim"),
             width=estimator.whole("hidden_size"),
@@ -140,6 +141,10 @@ def number_lists(section: Section, name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def checked_numbers(section: Section, name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value or not all(type(v) is int and v > 0 for v in value):
-        raise section.wrong(name, "a list of whole numbers above 0")
+    if not isinstance(value, list) or not value or not all(is_size(v) for v in value):
+        raise section.wrong(name, f"a list of whole numbers above 0, at most {MAX_SIZE}")
     return tuple(value)
+
+
+def is_size(value: object) -> bool:
+    return type(value) is int and 0 < value <= MAX_SIZE

@@ -101,7 +101,7 @@ class Window:
         """Raises ContextFull: not even one more unit fits."""
         if n_tokens > self._room:
             raise ContextFull(
-                f"the session has filled its context of {self.n_positions} tokens: "
+                f"the session has filled its context of {self._room} tokens: "
                 "start a new one, or use another duplex.sliding_window_mode"
             )
 
