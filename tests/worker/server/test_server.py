@@ -222,7 +222,8 @@ async def test_a_peer_that_does_not_read_is_let_go_and_its_neighbour_is_not_hurt
 
 async def test_a_stuck_op_turns_health_unhealthy_and_refuses_sessions(make):
     gate, inside = threading.Event(), threading.Event()
-    worker = await make(stuck_after_s=0.3)
+    # At twice this time the thread is taken for lost: what follows has to fit in between.
+    worker = await make(stuck_after_s=1.5)
     peer = await worker.session()
     worker.model.gates["think"], worker.model.entered["think"] = gate, inside
     await peer.send(chunk(0))
@@ -240,6 +241,8 @@ async def test_a_stuck_op_turns_health_unhealthy_and_refuses_sessions(make):
     assert answer.json()["status"] == answer.json()["worker_status"] == "error"
     assert "stuck" in answer.json()["reason"]
     assert failure.slug == "no_worker"
+    # The result leaves before the thread has put its op away.
+    await eventually(lambda: worker.lifecycle.accepts_sessions)
     assert (await worker.health()).status == "healthy"
 
 
