@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.nn.decoder import Rows
-from worker.nn.whisper import POSITIONS_PER_S, SelfAttention
+from worker.nn.whisper import POSITIONS_PER_S, EncoderLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +114,8 @@ class StreamStep:
     rows: Rows | None
 
 
-class AudioLayer(nn.Module):
-    def __init__(self, config: AudioEncoderConfig) -> None:
-        super().__init__()
-        self.attn_norm = nn.LayerNorm(config.width)
-        self.attn = SelfAttention(config.width, config.n_heads)
-        self.ffn_norm = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, config.ffn_size)
-        self.down = nn.Linear(config.ffn_size, config.width)
+class AudioLayer(EncoderLayer):
+    """A Whisper block that can also go on where its cache ends."""
 
     def stream(self, x: Tensor, keys: Tensor, values: Tensor, step: StreamStep) -> Tensor:
         """New frames of each row, `[B, N, D]` -> `[B, N, D]`; writes their keys and values."""
@@ -129,20 +123,7 @@ class AudioLayer(nn.Module):
         # Index tensors on both sides of the head dimension move it behind them: [B, N, H, d].
         keys[step.slots[:, None], :, step.positions] = k.transpose(1, 2)
         values[step.slots[:, None], :, step.positions] = v.transpose(1, 2)
-        return self._close(x, read_cache(q, keys, values, step))
-
-    def clip(self, x: Tensor, visible: Tensor | None) -> Tensor:
-        """All frames of a clip, `[B, N, D]` -> `[B, N, D]`.
-
-        Args:
-            visible: which frames (second dimension) a frame sees, bool `[N, N]`; None = all.
-        """
-        q, k, v = self.attn.project(self.attn_norm(x))
-        return self._close(x, functional.scaled_dot_product_attention(q, k, v, visible))
-
-    def _close(self, x: Tensor, mixed: Tensor) -> Tensor:
-        x = x + self.attn.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.ffn_norm(x))))
+        return self.close(x, read_cache(q, keys, values, step))
 
 
 def read_cache(q: Tensor, keys: Tensor, values: Tensor, step: StreamStep) -> Tensor:
@@ -180,7 +161,9 @@ class AudioEncoder(nn.Module):
         self.conv1 = nn.Conv1d(config.n_mels, width, 3, padding=1)
         self.conv2 = nn.Conv1d(width, width, 3, stride=2, padding=1)
         self.positions = nn.Parameter(torch.zeros(config.max_positions, width))
-        self.layers = nn.ModuleList(AudioLayer(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(
+            AudioLayer(width, config.n_heads, config.ffn_size) for _ in range(config.n_layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.linear1 = nn.Linear(width, config.llm_dim)
         self.linear2 = nn.Linear(config.llm_dim, config.llm_dim)
@@ -259,8 +242,7 @@ class AudioEncoder(nn.Module):
         chunk_frames = int(self.config.chunk_s * POSITIONS_PER_S)
         visible = chunk_mask(n, chunk_frames, x.device) if is_chunked else None
         for layer in self.layers:
-            assert isinstance(layer, AudioLayer)
-            x = layer.clip(x, visible)
+            x = layer(x, visible)
         return self._project(x)[0]
 
     def _convolve(self, mel: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from worker.nn.code_sampling import CodeRows, CodeSampling, code_probabilities, draw_codes
 from worker.nn.decoder import DecoderConfig, DecoderStack, KvCache, Rows, stack_weights
+from worker.nn.shapes import rounded_up
 from worker.nn.speech_request import SpeechRequest
 from worker.nn.transfer import to_device
 
@@ -233,7 +234,7 @@ class SpeechHead(nn.Module):
         buckets: dict[int, list[int]] = {}
         for row, request in enumerate(requests):
             n = request.n_inputs
-            width = 1 if n == 1 else _rounded_up(n, INPUT_STEP)  # 1 is a decode step
+            width = 1 if n == 1 else rounded_up(n, INPUT_STEP)  # 1 is a decode step
             buckets.setdefault(width, []).append(row)
         if _is_host(self.emb_text.weight.device):  # shapes are free there, work is not
             return [(max(requests[r].n_inputs for r in rows), rows) for rows in buckets.values()]
@@ -314,7 +315,7 @@ def _reach(
     """Exact rows on a CPU, a span that few shapes share elsewhere."""
     if _is_host(device):
         return Rows(tuple(r.slot for r in requests), tuple(ends))
-    return min(_rounded_up(max(ends), SPAN_STEP), cache.n_tokens)
+    return min(rounded_up(max(ends), SPAN_STEP), cache.n_tokens)
 
 
 def _step_reach(
@@ -326,10 +327,6 @@ def _step_reach(
     # What padding looks at does not matter, but it has to be something.
     ends = [p + 1 if p < cache.spare else 1 for p in positions.tolist()]
     return _reach(cache, requests, ends, device)
-
-
-def _rounded_up(n: int, step: int) -> int:
-    return -(-n // step) * step
 
 
 def speech_weights(source: Mapping[str, Tensor], config: SpeechConfig) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.nn.sampling import MIN_TEMPERATURE
+from worker.nn.shapes import rounded_up
 from worker.nn.transfer import to_device
 
 CANDIDATE_STEP = 32
@@ -170,7 +171,7 @@ def decision_inputs(
         said[-s.window :] if s.window > 0 else said[:0]
         for s, said in zip(settings, recent, strict=True)
     ]
-    width = _rounded_up(max(len(window) for window in windows))
+    width = rounded_up(max(1, *(len(window) for window in windows)), CANDIDATE_STEP)
     padded = np.full((len(windows), width), vocab_size, dtype=np.int64)
     for row, window in enumerate(windows):
         padded[row, : len(window)] = window
@@ -181,7 +182,7 @@ def decision_inputs(
         numbers=to_device(numbers, device),
         draws=draws.double(),
         recent=to_device(padded, device),
-        n_candidates=min(vocab_size, _rounded_up(longest + TIE_ROOM)),
+        n_candidates=min(vocab_size, rounded_up(longest + TIE_ROOM, CANDIDATE_STEP)),
     )
 
 
@@ -290,7 +291,3 @@ def draw_hits(probabilities: Tensor, draws: Tensor, index: int) -> Tensor:
     before = wide[:, :index].sum(dim=-1)
     target = draws * wide.sum(dim=-1)
     return (before <= target) & (target < before + wide[:, index])
-
-
-def _rounded_up(n: int) -> int:
-    return max(-(-n // CANDIDATE_STEP), 1) * CANDIDATE_STEP

@@ -72,18 +72,25 @@ class SelfAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    def __init__(self, config: WhisperConfig) -> None:
+    def __init__(self, width: int, n_heads: int, ffn_size: int) -> None:
         super().__init__()
-        self.attn_norm = nn.LayerNorm(config.width)
-        self.attn = SelfAttention(config.width, config.n_heads)
-        self.ffn_norm = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, config.ffn_size)
-        self.down = nn.Linear(config.ffn_size, config.width)
+        self.attn_norm = nn.LayerNorm(width)
+        self.attn = SelfAttention(width, n_heads)
+        self.ffn_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, ffn_size)
+        self.down = nn.Linear(ffn_size, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, F, D]` -> `[B, F, D]`."""
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+        """All frames of a window, `[B, F, D]` -> `[B, F, D]`.
+
+        Args:
+            visible: which frames (second dimension) a frame sees, bool `[F, F]`; None = all.
+        """
         q, k, v = self.attn.project(self.attn_norm(x))
-        mixed = functional.scaled_dot_product_attention(q, k, v)
+        return self.close(x, functional.scaled_dot_product_attention(q, k, v, visible))
+
+    def close(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Add what attention `[B, H, F, d]` found, then the feed-forward part; `[B, F, D]`."""
         x = x + self.attn.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.ffn_norm(x))))
 
@@ -96,7 +103,10 @@ class Encoder(nn.Module):
         self.conv1 = nn.Conv1d(config.n_mels, config.width, 3, padding=1)
         self.conv2 = nn.Conv1d(config.width, config.width, 3, stride=2, padding=1)
         self.positions = nn.Parameter(torch.zeros(config.max_frames, config.width))
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.n_encoder_layers))
+        self.layers = nn.ModuleList(
+            EncoderLayer(config.width, config.n_heads, config.ffn_size)
+            for _ in range(config.n_encoder_layers)
+        )
         self.norm = nn.LayerNorm(config.width)
 
     def stem(self, features: Tensor) -> Tensor:

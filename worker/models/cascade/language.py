@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from worker.models.cascade.weights import LanguageWeights
 from worker.nn.decoder import Decoder, KvCache, Rows
 from worker.nn.sampling import Sampling, sample, uniform
+from worker.nn.shapes import rounded_up
 
 PREFILL = "prefill"
 DECODE = "decode"
@@ -214,7 +215,7 @@ class Language:
         return results
 
     def _span(self, length: int) -> int:
-        return min(-(-length // SPAN_STEP) * SPAN_STEP, self.context_tokens)
+        return min(rounded_up(length, SPAN_STEP), self.context_tokens)
 
     def _check(self, slot: int, start: int, end: int) -> None:
         if start < 0 or end > self.context_tokens:

@@ -42,6 +42,7 @@ from worker.models.minicpmo45.speaking import (
 )
 from worker.models.minicpmo45.turn_text import CHUNK_TOKENS, Sampler
 from worker.nn.code_sampling import CodeSampling
+from worker.nn.shapes import rounded_up
 
 if TYPE_CHECKING:
     from worker.models.minicpmo45.model import MiniCpmO45
@@ -375,7 +376,7 @@ def _next_words(
 
 
 def _whole_chunks(n_tokens: int) -> int:
-    return -(-n_tokens // CHUNK_TOKENS) * CHUNK_TOKENS
+    return rounded_up(n_tokens, CHUNK_TOKENS)
 
 
 def _chosen(fed: Fed) -> int:

@@ -12,6 +12,7 @@ from worker.models.minicpmo45.ops import Choice, Fed, Feed, Step
 from worker.models.minicpmo45.tokenizer import Tokenizer
 from worker.nn.decoder import Decoder, KvCache, Rows
 from worker.nn.sampling import Sampling, sample
+from worker.nn.shapes import rounded_up
 from worker.nn.text_sampling import (
     DuplexSampling,
     DuplexVocabulary,
@@ -173,7 +174,7 @@ class Language:
     def _reach(self, slots: tuple[int, ...], ends: tuple[int, ...]) -> Rows | int:
         if self.device.type == "cpu":
             return Rows(slots, ends)
-        return min(-(-max(ends) // SPAN_STEP) * SPAN_STEP, self.cache.n_tokens)
+        return min(rounded_up(max(ends), SPAN_STEP), self.cache.n_tokens)
 
 
 def _rows_of(choices: Sequence[Choice | None], kind: type) -> list[int]:

@@ -36,6 +36,7 @@ from worker.nn.audio_encoder import AudioCache
 from worker.nn.code_sampling import CodeSampling
 from worker.nn.decoder import KvCache, Rows
 from worker.nn.mel import clip_mel
+from worker.nn.shapes import rounded_up
 from worker.nn.speech import SpeechRequest
 from worker.nn.transfer import ints, to_device
 
@@ -273,7 +274,7 @@ class MiniCpmO45:
         ends = tuple(request.past + n_new for request in requests)
         # On an accelerator few spans, so that few shapes occur.
         reach: Rows | int = min(
-            -(-max(ends) // AUDIO_SPAN_STEP) * AUDIO_SPAN_STEP, self.config.audio.max_positions
+            rounded_up(max(ends), AUDIO_SPAN_STEP), self.config.audio.max_positions
         )
         if self.device.type == "cpu":
             reach = Rows(slots, ends)

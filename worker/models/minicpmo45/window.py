@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shared.errors import ContextFull
+from worker.nn.shapes import rounded_up
 
 MAX_UNIT_TOKENS = 1024
 """Positions that one unit may take, what it says included; the largest prefill bucket."""
@@ -39,7 +40,7 @@ class WindowSettings:
     def n_positions(self) -> int:
         """Size of a slot's cache: everything that is kept, and one largest unit."""
         kept = self.high_tokens if self.mode == "basic" else self.max_tokens
-        return -(-(kept + MAX_UNIT_TOKENS) // 64) * 64
+        return rounded_up(kept + MAX_UNIT_TOKENS, 64)
 
 
 @dataclass(frozen=True, slots=True)
