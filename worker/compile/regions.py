@@ -1,23 +1,183 @@
-"""Compiled regions: which callables are compiled, how, and why.
+"""Compiled regions: which callables are compiled, in which shapes, and what happens to the rest.
 
 A region is one layer, not a model: compiling a model whole takes ten times as long, grows with
-its depth, and copies the caches. All layers of a decoder share one graph.
+its depth, and copies the caches. All layers of one kind share one graph per shape. A module opts
+in by one declaration: a list of call sites (one callable per layer, replaced in place), the
+dimensions that vary, and a switch.
 """
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
 import torch
+from torch import _dynamo
 
-from worker.nn.decoder import Decoder
+from worker.compile.report import Compilation, CompileReport
+
+MODULES = ("llm", "tts", "vpm", "resampler", "apm", "flow", "vocoder", "heads")
+"""What `compile.modules` may name."""
+ENCODERS = frozenset({"vpm", "resampler", "apm"})
+"""What `compile.encoders` switches off together."""
+
+GRAPHS_PER_FUNCTION = 64
+"""Regions of one class share their code object, and with it the compiler's limit of graphs."""
+
+_RECOMPILE = "Detected recompile"
+"""How the message of the stance `fail_on_recompile` begins."""
 
 
-def compile_decode(decoder: Decoder) -> int:
-    """Replace the decode call site of every layer by a compiled one; return how many.
+class RecompileAfterStart(RuntimeError):
+    """A call met no compiled graph after the start, where that is forbidden."""
 
-    Rows and span are dynamic: sessions come and go, and texts grow. The compiler itself runs at
-    the first step, so a warm-up has to follow. A part that cannot be compiled is an error then,
-    never a silent way back to eager.
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A dimension of an argument that varies between calls."""
+
+    argument: str
+    axis: int
+    low: int
+    high: int
+
+
+@dataclass(slots=True)
+class Region:
+    """One declaration.
+
+    Args:
+        name: such as "llm.decode"; for reports.
+        module: one of `MODULES`.
+        calls: call sites, one per layer; compiled callables take their places.
+        dims: what varies. With any, one graph serves all sizes (besides 1, which always has its
+            own); without, every size that occurs gets a graph of its own.
+        options: for the compiler, besides the mode's.
     """
+
+    name: str
+    module: str
+    calls: list[Any]
+    dims: Sequence[Dim] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CompilePlan:
+    """What a configuration says about compiling."""
+
+    mode: Literal["default", "max-autotune"] = "default"
+    modules: frozenset[str] = frozenset(MODULES)
+    dynamic: bool = True
+    """False: no graph serves several sizes."""
+    backend: str = "inductor"
+    """Tests take "eager" or "aot_eager"."""
+    on_recompile: Literal["eager", "fail"] = "eager"
+    """What a call does that meets no graph after the start."""
+    cuda_graphs: bool = True
+
+    def wants(self, region: Region) -> bool:
+        return region.module in self.modules
+
+
+def compile_region(region: Region, plan: CompilePlan, report: CompileReport) -> None:
+    """Replace the call sites of a region by compiled ones.
+
+    The compiler itself runs at the first call of each shape, so a warm-up has to follow. A part
+    that cannot be compiled is an error then, never a silent way back to eager.
+    """
+    options = dict(region.options)
+    if plan.mode == "max-autotune":
+        options |= {"max_autotune": True, "triton.cudagraphs": False}
+    if plan.backend != "inductor":
+        options = {}
+    for index, function in enumerate(region.calls):
+        compiled = torch.compile(
+            function,
+            fullgraph=True,
+            dynamic=bool(region.dims) and plan.dynamic,
+            backend=plan.backend,
+            options=options or None,
+        )
+        region.calls[index] = CompiledCall(region.name, function, compiled, plan, report)
+
+
+class CompiledCall:
+    """A compiled callable that notices when the compiler has to work, and forbids it later."""
+
+    __slots__ = ("_compiled", "_eager", "_forbids", "_region", "_report")
+
+    def __init__(
+        self,
+        region: str,
+        eager: Callable[..., Any],
+        compiled: Callable[..., Any],
+        plan: CompilePlan,
+        report: CompileReport,
+    ) -> None:
+        self._region = region
+        self._eager = eager
+        self._compiled = compiled
+        self._forbids = plan.on_recompile == "fail"
+        self._report = report
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self._report.is_sealed:
+            return self._watched(arguments)
+        try:
+            return self._compiled(*arguments)
+        except RuntimeError as error:
+            if not str(error).startswith(_RECOMPILE):
+                raise
+            # Guards are checked before anything runs, so nothing has been written yet.
+            reason = _failed_guard(str(error))
+            self._report.fell_back(self._region, reason)
+            if self._forbids:
+                raise RecompileAfterStart(f"{self._region}: {reason}") from error
+        return self._eager(*arguments)
+
+    def _watched(self, arguments: tuple[Any, ...]) -> Any:
+        """Call, and book what the compiler did meanwhile."""
+        n_graphs, began_at = Compilation.now().graphs, time.perf_counter()
+        result = self._compiled(*arguments)
+        n_new = Compilation.now().graphs - n_graphs
+        if n_new:
+            self._report.region_graphs[self._region] += n_new
+            self._report.region_seconds[self._region] += time.perf_counter() - began_at
+        return result
+
+
+def _failed_guard(message: str) -> str:
+    """Return the part of the compiler's message that says what did not fit."""
+    lines = [line.strip(" -") for line in message.splitlines()[1:] if line.strip().startswith("-")]
+    return "; ".join(lines) or "nothing was compiled at this call site"
+
+
+def prepare_thread(device: torch.device) -> None:
+    """Set what compiled graphs depend on, in the thread that compiles and serves.
+
+    Several of these are settings of the thread, and all are guarded: changing one after the
+    warm-up would compile everything again.
+    """
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    _dynamo.config.recompile_limit = GRAPHS_PER_FUNCTION
+    _dynamo.config.accumulated_recompile_limit = 16 * GRAPHS_PER_FUNCTION
+    _dynamo.config.fail_on_recompile_limit_hit = True
+    # What one process saw must not change what the next one compiles.
+    _dynamo.config.automatic_dynamic_shapes = False
+
+
+forbid_compiling = functools.partial(torch.compiler.set_stance, "fail_on_recompile")
+"""For the whole process; every compiled call then either has a graph or says that it has none."""
+
+
+def compile_decode(decoder: Any) -> int:
+    """Replace the decode call site of every layer by a compiled one; return how many."""
     decoder.decode_layers = [
         torch.compile(layer.forward, fullgraph=True, dynamic=True) for layer in decoder.layers
     ]
