@@ -101,7 +101,8 @@ class Compiler:
             progress(1.0, "no graphs")
             return "no graphs"
         began_at = time.perf_counter()
-        calls = list(self._planned())
+        # The memory of a large graph serves the smaller ones after it.
+        calls = sorted(self._planned(), key=lambda call: -call.buffers.n_bytes)
         for call in _reporting(calls, progress, "capturing"):
             call.capture(capture)
         if isinstance(capture, CudaCapture):

@@ -79,6 +79,11 @@ class Buffers:
         for name, one in sent.items():
             self.tensors[name] = _view(self._target, one, offsets[name])
 
+    @property
+    def n_bytes(self) -> int:
+        """Of all inputs."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def begin(self) -> dict[str, NDArray[Any]]:
         """Return the arrays to fill for the next run; they hold what an earlier run left."""
         self._side = (self._side + 1) % len(self._sides)

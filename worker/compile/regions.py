@@ -174,11 +174,3 @@ def prepare_thread(device: torch.device) -> None:
 
 forbid_compiling = functools.partial(torch.compiler.set_stance, "fail_on_recompile")
 """For the whole process; every compiled call then either has a graph or says that it has none."""
-
-
-def compile_decode(decoder: Any) -> int:
-    """Replace the decode call site of every layer by a compiled one; return how many."""
-    decoder.decode_layers = [
-        torch.compile(layer.forward, fullgraph=True, dynamic=True) for layer in decoder.layers
-    ]
-    return len(decoder.decode_layers)

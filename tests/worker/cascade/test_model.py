@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from worker.compile.compiler import Compiler
+from worker.compile.regions import CompilePlan
 from worker.engine.contract import Op
 from worker.engine.engine import Engine
 from worker.models.cascade.hearing import DETECT_SPEECH, DetectRequest, VadState
@@ -118,19 +120,30 @@ def test_poison_reaches_every_cache_of_the_slot_and_no_other(cascade):
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 @pytest.mark.timeout(600)
-def test_compiled_model_says_what_the_eager_one_says(data_dir, cascade):
-    compiled = CascadeModel(data_dir, compile_regions=True, context_tokens=256)
+def test_compiled_model_says_what_the_eager_one_says(data_dir, compiling):
+    compiler = Compiler(CompilePlan(on_recompile="fail"))
+    compiled = CascadeModel(data_dir, compiler, context_tokens=400)
     compiled.load_model(lambda share, note: None)
     compiled.init_unified(2, lambda share, note: None)
     note = compiled.apply_torch_compile(lambda share, note: None)
+    compiler.seal()
 
     def say(model):
-        prompt = PrefillRequest(1, (1, 9690, 198, 2683), 0, Sampling())
-        tokens = list(model.run(PREFILL, None, [prompt]))
-        for position in range(4, 10):
+        prompt = (1, 9690, 198, 2683) * 7
+        for start in range(0, 252, len(prompt)):
+            request = PrefillRequest(1, prompt, start, Sampling())
+            tokens = list(model.run(PREFILL, None, [request]))
+        # Past the end of the first span.
+        for position in range(252, 260):
             request = DecodeRequest(1, tokens[-1], position, Sampling())
             tokens += model.run(DECODE, None, [request])
         return tokens
 
-    assert note == "30 decode regions"
-    assert say(compiled) == say(cascade)
+    assert note.startswith("1 regions, 2 graphs")  # one row, and several
+    eager = CascadeModel(data_dir, context_tokens=400)
+    eager.load_model(lambda share, note: None)
+    eager.init_unified(2, lambda share, note: None)
+    assert say(compiled) == say(eager)
+    counts = compiler.report.counts()
+    assert (counts["eager_fallbacks"], counts["recompiles_after_idle"]) == (0, 0)
+    assert counts["stages"]["llm.decode"]["runs"] == 8

@@ -13,11 +13,15 @@ from functools import lru_cache
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
+from worker.compile.buckets import batch_sizes, fit
+from worker.compile.compiler import Compiler
+from worker.compile.graphs import Input, Inputs, Layout, Outputs, Stage, fill
+from worker.compile.regions import Dim, Region
 from worker.models.cascade.weights import LanguageWeights
 from worker.nn.decoder import Decoder, KvCache, Rows
 from worker.nn.sampling import Sampling, sample, uniform
-from worker.nn.shapes import rounded_up
 
 PREFILL = "prefill"
 DECODE = "decode"
@@ -25,8 +29,11 @@ MAX_PREFILL_TOKENS = 32
 """Most tokens of one prefill op: 0.14 s of one core of the build machine, so that the speaking
 neighbours wait two of their own steps at most."""
 
-SPAN_STEP = 256
-"""Compiled regions look at a multiple of this many positions: few different shapes."""
+MAX_DECODE_ROWS = 8
+"""Most rows of one decode op."""
+
+SPANS = (256, 512, 1024)
+"""How many positions compiled steps look at, besides the whole context: few different shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +107,8 @@ class Language:
     def __init__(self, weights: LanguageWeights, context_tokens: int) -> None:
         self.decoder: Decoder = weights.decoder
         self.context_tokens = context_tokens
-        self.exact_rows = True
-        """Eager attention over exact slices; compiled layers take whole spans instead."""
+        self._stage: Stage | None = None
+        """Compiled steps, which look at whole spans; None: exact slices of the caches, eagerly."""
         self._tokenizer = weights.tokenizer
         self._begin = self._mark("<|im_start|>")
         self.end_of_turn = self._mark("<|im_end|>")
@@ -116,9 +123,19 @@ class Language:
         assert index is not None, f"the tokenizer has no {text}"
         return int(index)
 
-    def allocate(self, n_slots: int) -> None:
-        """Make the caches of `n_slots` sessions."""
+    def allocate(self, n_slots: int, compiler: Compiler) -> None:
+        """Make the caches of `n_slots` sessions, and declare what can be compiled."""
         self._cache = KvCache.allocate(self.decoder.config, n_slots, self.context_tokens)
+        self._rows = batch_sizes(min(n_slots, MAX_DECODE_ROWS))
+        self._spans = (*(n for n in SPANS if n < self.context_tokens), self.context_tokens)
+        dims = (Dim("x", 0, 1, self._rows[-1]), Dim("visible", 3, SPANS[0], self.context_tokens))
+        compiler.region(Region("llm.decode", "llm", self.decoder.decode_layers, dims))
+        if compiler.plan is None:
+            return
+        buckets = [(rows, span) for rows in self._rows for span in self._spans]
+        self._stage = compiler.stage(
+            "llm.decode", _decode_inputs, self._decode_stage, buckets, torch.device("cpu")
+        )
 
     @property
     def cache(self) -> KvCache:
@@ -195,17 +212,9 @@ class Language:
         if not good:
             return results
         rows = [requests[index] for index in good]
-        lengths = tuple(row.position + 1 for row in rows)
-        reach = Rows(tuple(row.slot for row in rows), lengths)
-        hidden = self.decoder.decode(
-            self.cache,
-            torch.tensor([row.token for row in rows]),
-            torch.tensor(reach.slots),
-            torch.tensor([row.position for row in rows]),
-            reach if self.exact_rows else self._span(max(lengths)),
-        )
+        logits = self._logits(rows) if self._stage is None else self._staged_logits(rows)
         chosen = sample(
-            self.decoder.head(hidden),
+            logits,
             [row.sampling for row in rows],
             [row.recent for row in rows],
             [uniform(row.seed, row.position) for row in rows],
@@ -214,8 +223,33 @@ class Language:
             results[index] = int(token)
         return results
 
-    def _span(self, length: int) -> int:
-        return min(rounded_up(length, SPAN_STEP), self.context_tokens)
+    def _logits(self, rows: Sequence[DecodeRequest]) -> Tensor:
+        reach = Rows(tuple(row.slot for row in rows), tuple(row.position + 1 for row in rows))
+        hidden = self.decoder.decode(
+            self.cache,
+            torch.tensor([row.token for row in rows]),
+            torch.tensor(reach.slots),
+            torch.tensor([row.position for row in rows]),
+            reach,
+        )
+        logits: Tensor = self.decoder.head(hidden)
+        return logits
+
+    def _staged_logits(self, rows: Sequence[DecodeRequest]) -> Tensor:
+        assert self._stage is not None
+        n, span = len(rows), fit(max(row.position for row in rows) + 1, self._spans)
+        call = self._stage.at((fit(n, self._rows) or n, span))
+        host = call.begin()
+        fill(host["tokens"], [row.token for row in rows])
+        fill(host["slots"], [row.slot for row in rows])
+        # Rows that fill the bucket up are padding.
+        fill(host["positions"], [row.position for row in rows], self.cache.spare)
+        return call.run()[0][:n]
+
+    def _decode_stage(self, bucket: tuple[int, int], inputs: Inputs) -> Outputs:
+        tokens, slots, positions = inputs["tokens"], inputs["slots"], inputs["positions"]
+        hidden = self.decoder.decode(self.cache, tokens, slots, positions, bucket[1])
+        return (self.decoder.head(hidden),)
 
     def _check(self, slot: int, start: int, end: int) -> None:
         if start < 0 or end > self.context_tokens:
@@ -223,3 +257,8 @@ class Language:
                 f"positions {start} to {end - 1} of slot {slot} are outside of the context of "
                 f"{self.context_tokens} tokens"
             )
+
+
+def _decode_inputs(bucket: tuple[int, int]) -> Layout:
+    row = Input((bucket[0],), torch.int64)
+    return {"tokens": row, "slots": row, "positions": row}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from worker.compile.regions import compile_decode
+from worker.compile.compiler import Compiler
 from worker.engine.contract import Program
 from worker.models.batches import one_by_one
 from worker.models.cascade import conversation
@@ -23,17 +23,11 @@ from worker.models.cascade.hearing import (
     SpeechDetector,
     Transcriber,
 )
-from worker.models.cascade.language import (
-    DECODE,
-    PREFILL,
-    DecodeRequest,
-    Language,
-)
+from worker.models.cascade.language import DECODE, MAX_DECODE_ROWS, PREFILL, Language
 from worker.models.cascade.reading import READ_TEXT, Reader
 from worker.models.cascade.speech import DEFAULT_VOICE, SYNTHESIZE, Speaker
 from worker.models.cascade.weights import SILERO, WHISPER, load_smollm2, load_whisper
 from worker.models.contract import Progress, Prompt, Unit
-from worker.nn.sampling import Sampling
 
 UNIT_SAMPLES = 16_000
 
@@ -46,7 +40,7 @@ LANES: Mapping[str, str] = {
     SYNTHESIZE: "senses",
     READ_TEXT: "senses",
 }
-MAX_BATCH: Mapping[str, int] = {DECODE: 8, TRANSCRIBE_STEP: 8}
+MAX_BATCH: Mapping[str, int] = {DECODE: MAX_DECODE_ROWS, TRANSCRIBE_STEP: 8}
 """Of the ops that gain by it; alone, an op that fails takes no other with it."""
 
 
@@ -55,7 +49,7 @@ class CascadeModel:
 
     Args:
         data_dir: converted weights are kept in its `cache` folder.
-        compile_regions: compile the language model's decode step.
+        compiler: compiles the language model's decode step, if its plan says so.
         context_tokens: positions of every slot's language cache.
     """
 
@@ -66,12 +60,11 @@ class CascadeModel:
     voice = DEFAULT_VOICE
 
     def __init__(
-        self, data_dir: Path, compile_regions: bool = False, context_tokens: int = 2048
+        self, data_dir: Path, compiler: Compiler | None = None, context_tokens: int = 2048
     ) -> None:
         self.context_tokens = context_tokens
+        self.compiler = compiler or Compiler()
         self._data_dir = data_dir
-        self._compile_regions = compile_regions
-        self._n_slots = 0
         self._runners: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {}
 
     # ---- start
@@ -108,26 +101,15 @@ class CascadeModel:
     def init_unified(self, n_slots: int, progress: Progress) -> None:
         """Allocate the caches of `n_slots` sessions."""
         progress(0.0, f"language caches of {n_slots} slots")
-        self._n_slots = n_slots
-        self.language.allocate(n_slots)
+        self.compiler.prepare(torch.device("cpu"))
+        self.language.allocate(n_slots, self.compiler)
         progress(0.5, f"transcription caches of {n_slots} slots")
         self.transcriber.allocate(n_slots)
         progress(1.0, f"{n_slots} slots of {self.context_tokens} tokens")
 
     def apply_torch_compile(self, progress: Progress) -> str:
-        """Compile the decode regions if asked to, and run them once per shape class."""
-        if not self._compile_regions:
-            progress(1.0, "off")
-            return "off"
-        n_regions = compile_decode(self.language.decoder)
-        self.language.exact_rows = False
-        batches = sorted({1, min(2, self._n_slots)})
-        for index, n_rows in enumerate(batches):
-            progress(index / len(batches), f"decode of {n_rows} rows")
-            step = [DecodeRequest(slot, 0, 0, Sampling()) for slot in range(n_rows)]
-            self.run(DECODE, None, step)
-        progress(1.0, f"{n_regions} decode regions")
-        return f"{n_regions} decode regions"
+        """Compile the decode step, if the configuration asks for it; returns a note."""
+        return self.compiler.compile(progress)
 
     # ---- ops
 

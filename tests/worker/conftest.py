@@ -1,0 +1,18 @@
+import pytest
+import torch
+from torch import _dynamo
+from torch._dynamo.utils import counters
+
+
+@pytest.fixture
+def compiling():
+    """The test compiles, seals or changes the compiler's settings: afterwards all is as before."""
+    precision = torch.get_float32_matmul_precision()
+    with _dynamo.config.patch():
+        _dynamo.reset()
+        counters.clear()
+        yield
+    torch.compiler.set_stance("default")
+    torch.set_float32_matmul_precision(precision)
+    _dynamo.reset()
+    counters.clear()
