@@ -19,6 +19,7 @@ from worker.compile.regions import (
 from worker.compile.report import CompileReport
 
 CPU = torch.device("cpu")
+ROWS = (Dim("x", 0, 2, 64),)
 pytestmark = pytest.mark.usefixtures("compiling")
 
 
@@ -35,7 +36,7 @@ class Layer(torch.nn.Module):
 class Model:
     """A stack of layers, with stages over it."""
 
-    def __init__(self, n_layers=3, sizes=(2, 5), dims=(Dim("x", 0, 2, 64),)):
+    def __init__(self, n_layers=3, sizes=(2, 5), dims=ROWS):
         self.layers = [Layer() for _ in range(n_layers)]
         self.calls = [layer.forward for layer in self.layers]
         self.sizes, self.dims = sizes, dims

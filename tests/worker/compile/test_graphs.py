@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tests.fakes.graphs import FakeCapture
-from worker.compile.graphs import Input, StaleGraph, Stage, fill
+from worker.compile.graphs import Input, Stage, StaleGraph, fill
 
 CPU = torch.device("cpu")
 
