@@ -28,8 +28,9 @@ import numpy as np
 
 from client.duplex import Closed, DuplexClient, DuplexError, ErrorEvent, Queued, QueueDone
 from client.journal import NO_SAMPLES, Journal, percentiles
-from client.media import Clip, MediaError, audible_span, read_audio, read_clip
+from client.media import audible_span, read_audio
 from client.paced import Chunk, LoopProbe, stream
+from shared.clips import Clip, MediaError, read_clip
 from shared.limits import INPUT_SAMPLE_RATE_HZ, MAX_CHUNK_S
 from shared.playback import DEFAULT_BUFFER_S
 

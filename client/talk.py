@@ -30,8 +30,9 @@ from client.duplex import (
     Stopped,
     TimedOut,
 )
-from client.media import MediaError, audible_span, read_audio, read_clip
+from client.media import audible_span, read_audio
 from shared.audio import Samples, write_wav
+from shared.clips import MediaError, read_clip
 from shared.limits import INPUT_SAMPLE_RATE_HZ, MAX_CHUNK_S, OUTPUT_SAMPLE_RATE_HZ
 
 LINGER_S = 2.0

@@ -20,6 +20,7 @@ from gateway.eta import Durations
 from gateway.faults import FaultDesk
 from gateway.pool import Address, Pool
 from gateway.requests import Problem, RequestLimits
+from gateway.routes import compile as compile_routes
 from gateway.routes import config as config_routes
 from gateway.routes import duplex, health, metrics, pages, queue
 from gateway.security import Guard, GuardMiddleware
@@ -82,7 +83,7 @@ def create_app(
     app = FastAPI(title="Omni Duplex Gateway", lifespan=lifespan, responses=problems)
     app.state.gateway = gateway
     gateway.metrics.watch(gateway)
-    for module in (health, metrics, queue, config_routes, duplex, pages):
+    for module in (health, metrics, queue, config_routes, compile_routes, duplex, pages):
         app.include_router(module.router)
     app.add_middleware(GuardMiddleware, guard=gateway.guard, desk=gateway.desk)
     app.add_middleware(RequestLimits, desk=gateway.desk)

@@ -17,7 +17,8 @@ import httpx
 import msgspec
 
 from gateway.clock import Clock
-from shared.protocol import RequestType, WorkerHealth
+from shared.errors import WorkerLost
+from shared.protocol import CompileStatus, RequestType, WorkerHealth
 
 log = logging.getLogger(__name__)
 
@@ -347,3 +348,22 @@ class Pool:
         if worker.status != before:
             log.info("worker seen worker=%s old=%s new=%s", worker.name, before, worker.status)
         self.on_change()
+
+    async def compile_status(self, worker: Worker) -> CompileStatus:
+        """Ask one worker what it has compiled.
+
+        Raises:
+            WorkerLost: no answer in the time of a poll, or one that makes no sense.
+        """
+        url = f"http://{worker.address}/api/compile"
+        timeout_s = worker.poll_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._client.get(url, timeout=None)
+            return msgspec.json.decode(response.content, type=CompileStatus)
+        except TimeoutError as error:
+            raise WorkerLost(f"no answer within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise WorkerLost("does not answer") from error
+        except msgspec.MsgspecError as error:
+            raise WorkerLost("answers with something else") from error

@@ -120,7 +120,7 @@ def make_plan(
     port = config.service.gateway_port or pick_free_port(host)
     workers = tuple(
         WorkerPlan(index, config.service.worker_base_port + index, gpu)
-        for index, gpu in enumerate(_worker_gpus(config, environment))
+        for index, gpu in enumerate(worker_gpus(config, environment))
     )
     check_port_is_free(host, port, "choose another one with --port, or end what uses it")
     for worker in workers:
@@ -134,8 +134,12 @@ def make_plan(
     return Plan(loaded.source, host, port, certificate, asks_for_key, workers)
 
 
-def _worker_gpus(config: Config, environment: Mapping[str, str]) -> list[str | None]:
-    """One entry per worker: its GPU, or None for the CPU."""
+def worker_gpus(config: Config, environment: Mapping[str, str]) -> list[str | None]:
+    """Return one entry per worker: its GPU, or None for the CPU.
+
+    Raises:
+        StartError: the model needs a GPU, and none is visible.
+    """
     on_cpu: list[str | None] = [None] * config.service.cpu_workers
     if config.backend == "cascade":
         return on_cpu
@@ -181,13 +185,12 @@ def service_commands(plan: Plan) -> list[Command]:
             number = worker.gpu if worker.gpu.isdigit() else str(worker.index)
             argv += ["--gpu-id", number]
         health = f"http://{LOOPBACK}:{worker.port}/health"
-        commands.append(
-            Command(f"worker_{worker.index}", argv, _worker_environment(worker), health)
-        )
+        commands.append(Command(f"worker_{worker.index}", argv, worker_environment(worker), health))
     return commands
 
 
-def _worker_environment(worker: WorkerPlan) -> dict[str, str]:
+def worker_environment(worker: WorkerPlan) -> dict[str, str]:
+    """Return the whole environment of a worker; what it compiles depends on it."""
     if worker.gpu is not None:
         return _environment(worker.gpu, {})
     # Spinning OpenMP threads of several processes slow each other down by a factor of ten.
@@ -223,12 +226,17 @@ def read_config(arguments: argparse.Namespace, environment: Mapping[str, str]) -
     Raises:
         ConfigError: see `load_config`.
     """
-    named = arguments.config or (
-        Path(environment["OMNI_CONFIG"]) if environment.get("OMNI_CONFIG") else None
-    )
+    path = config_path(arguments.config, environment)
+    return load_config(path, {"service.gateway_port": arguments.port})
+
+
+def config_path(named: Path | None, environment: Mapping[str, str]) -> Path | None:
+    """Return the configuration file: as named, else of the environment, else the checkout's."""
+    if named is None and environment.get("OMNI_CONFIG"):
+        named = Path(environment["OMNI_CONFIG"])
     default = ROOT / "config.json"
     path = named or (default if default.exists() else None)
-    return load_config(path.resolve() if path else None, {"service.gateway_port": arguments.port})
+    return path.resolve() if path else None
 
 
 def start(

@@ -56,6 +56,11 @@ RESTARTED_NOTE = "last rolling restart"
 """Subjects of notes: how far a restart is, and what went wrong in the last one."""
 
 
+PRECOMPILE_HINT = (
+    "hint: no compile cache fits; python precompile.py fills it once for all workers and starts"
+)
+
+
 class Requests:
     """What signals ask of the launcher.
 
@@ -104,11 +109,15 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a worker says about its start."""
+    """What a worker says about its start.
+
+    `hint`: what would make the next start faster; "" if nothing would.
+    """
 
     stage: str
     text: str
     ready: bool
+    hint: str = ""
 
 
 def read_progress(body: bytes) -> Progress | None:
@@ -125,10 +134,25 @@ def read_progress(body: bytes) -> Progress | None:
         return Progress("draining", "takes no new sessions, lets those it has end", ready=False)
     if ready:
         total_s = sum(report.elapsed_s for report in health.stages)
-        return Progress(stage, f"ready after {total_s:.1f} s", ready=True)
+        return Progress(stage, f"ready after {total_s:.1f} s{_cache(health)}", ready=True)
     left = f", about {health.eta_s:.0f} s left" if health.eta_s is not None else ""
     text = f"{stage} {health.stage_progress:4.0%} ({health.stage_elapsed_s:.1f} s{left})"
-    return Progress(stage, text, ready=False)
+    return Progress(stage, text + _cache(health), ready=False, hint=_hint(health))
+
+
+def _cache(health: WorkerHealth) -> str:
+    """How the worker found its compile cache, if it compiles."""
+    found = health.compile
+    if found is None or found.state in (None, "disabled"):
+        return ""
+    return f", compile cache {found.state}" + (" (degraded: runs slower)" * found.degraded)
+
+
+def _hint(health: WorkerHealth) -> str:
+    found = health.compile
+    needs_filling = found is not None and found.state in ("cold", "stale", "damaged")
+    # On a CPU compiling takes seconds.
+    return PRECOMPILE_HINT if needs_filling and health.gpu_id is not None else ""
 
 
 class GatewayHealth(msgspec.Struct):
@@ -163,6 +187,7 @@ class Supervisor:
         self._requests = requests
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
+        self._hints: set[str] = set()
         self._rolling: RollingRestart | None = None
         self._outcome = ""
         self._notes: dict[str, str] | None = None
@@ -243,6 +268,9 @@ class Supervisor:
         if progress.stage != stage or is_old:
             self._say(f"{name}: {progress.text}")
             self._said[name] = (progress.stage, now)
+        if progress.hint and progress.hint not in self._hints:
+            self._hints.add(progress.hint)
+            self._say(progress.hint)
 
     def _revive(self, child: Child) -> None:
         now = self._clock()

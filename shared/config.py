@@ -27,6 +27,12 @@ from pydantic import (
 from shared.errors import ConfigError
 from shared.limits import IDLE_TIMEOUT_S
 
+COMPILE_MODULES = ("llm", "tts", "vpm", "resampler", "apm", "flow", "vocoder", "heads")
+"""What `compile.modules` may name: parts of the large model."""
+
+COMPILE_ENCODERS = frozenset({"vpm", "resampler", "apm"})
+"""What `compile.encoders` switches off together."""
+
 RETIRED_KEYS = frozenset({"service.eta_streaming_s"})
 
 PENDING_KEYS: Mapping[str, str] = {
@@ -57,6 +63,10 @@ CASCADE_IGNORES: Mapping[str, str] = {
             "duplex.context_max_units",
             "duplex.context_previous_max_tokens",
             "duplex.max_context_tokens",
+            "compile.modules",
+            "compile.encoders",
+            "compile.cuda_graphs",
+            "compile.shape_profile",
         ),
         LARGE_MODEL_ONLY,
     ),
@@ -196,6 +206,65 @@ class Compat(Section):
         return cls(**dict.fromkeys(cls.model_fields, True))
 
 
+class CompileConfig(Section):
+    """What is compiled and captured, and where the results are kept.
+
+    Whether anything is compiled at all says `service.compile`.
+    """
+
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """"max-autotune" also tries out kernels. "reduce-overhead" is read as "default", which
+    captures graphs as well."""
+    dynamic: bool = True
+    """false = no compiled graph serves several sizes."""
+    modules: Literal["all"] | tuple[str, ...] = "all"
+    """Out of `COMPILE_MODULES`."""
+    encoders: bool = True
+    """false = `COMPILE_ENCODERS` stay eager, whatever `modules` says."""
+    cuda_graphs: bool = True
+    """false = compiled, but nothing is captured."""
+    cache_dir: FilledString | None = None
+    """Shared by all workers; null = `TORCHINDUCTOR_CACHE_DIR`, else `torch_compile_cache`."""
+    warmup_video: FilledString | None = None
+    """What is played at the start; null = the shipped clip."""
+    shape_profile: FilledString | None = None
+    """File that collects which sizes real traffic has, for the next start; null = none."""
+    on_cold: Literal["compile", "eager"] = "compile"
+    """What a worker does that finds no cache that fits."""
+    on_recompile: Literal["eager", "fail"] = "eager"
+    """What a call does, after the start, that fits no compiled graph."""
+
+    @field_validator("mode")
+    @classmethod
+    def _without_alias(cls, mode: str) -> str:
+        return "default" if mode == "reduce-overhead" else mode
+
+    @field_validator("modules", mode="before")
+    @classmethod
+    def _are_known(cls, modules: Any) -> Any:
+        if not isinstance(modules, list | tuple):
+            if modules == "all":
+                return modules
+            raise ValueError(f'expected "all" or a list of {", ".join(COMPILE_MODULES)}')
+        if not modules:
+            raise ValueError("the list is empty; to compile nothing, set service.compile to false")
+        for name in modules:
+            if name not in COMPILE_MODULES:
+                close = difflib.get_close_matches(str(name), COMPILE_MODULES, n=1, cutoff=0.5)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ValueError(
+                    f"there is no module {name!r}{hint} (valid: {', '.join(COMPILE_MODULES)})"
+                )
+        # In one order and once each: the plan is part of what a cache is found by.
+        return tuple(name for name in COMPILE_MODULES if name in modules)
+
+    @property
+    def chosen_modules(self) -> tuple[str, ...]:
+        """What is compiled, after both switches."""
+        named = COMPILE_MODULES if self.modules == "all" else self.modules
+        return tuple(name for name in named if self.encoders or name not in COMPILE_ENCODERS)
+
+
 class RecordingConfig(Section):
     """Recording of sessions."""
 
@@ -222,6 +291,7 @@ class Config(Section):
     service: ServiceConfig = ServiceConfig()
     duplex: DuplexConfig = DuplexConfig()
     compat: Compat = Compat()
+    compile: CompileConfig = CompileConfig()
     recording: RecordingConfig = RecordingConfig()
     security: SecurityConfig = SecurityConfig()
 
@@ -291,8 +361,6 @@ def _ignored(config: Config) -> dict[str, str]:
         return {**ignored, **CASCADE_IGNORES, **dict.fromkeys(quirks, LARGE_MODEL_ONLY)}
     if config.model.random_weights:
         ignored["model.model_path"] = "model.random_weights is set"
-    if config.service.compile is True:
-        ignored["service.compile"] = "the large model is not compiled yet"
     return ignored
 
 

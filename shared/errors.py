@@ -262,6 +262,12 @@ class ModelLoadError(OmniError):
     slug = "model_load_error"
 
 
+class CompileCacheError(OmniError):
+    """The directory of the compile cache, or of a worker's copy of it, cannot be used."""
+
+    slug = "compile_cache_error"
+
+
 def slugs() -> frozenset[str]:
     """Return every slug there is: the bound on what a metric's label may say."""
     kinds, found = [OmniError], set[str]()

@@ -12,7 +12,7 @@ last message and is sent only after the slot has been cleaned.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, field
@@ -237,7 +237,81 @@ def decode_event(frame: bytes) -> Event:
         raise BadMessage(f"not a session event: {error}") from error
 
 
-# ---- worker /health, read by the gateway and by start scripts
+# ---- worker /health and /api/compile, read by the gateway and by start scripts
+
+
+CacheState = Literal["warm", "cold", "stale", "damaged", "disabled"]
+"""How a worker found the compile cache; `disabled` = it compiles nothing."""
+
+
+class CompileSummary(Struct, frozen=True):
+    """The part of `/health` about compiling."""
+
+    state: CacheState | None
+    """None: not looked at yet."""
+    degraded: bool
+    """Something that should be compiled or captured is not: it is right, but slower."""
+    fingerprint: str = ""
+
+
+class StaleReason(Struct, frozen=True):
+    """One field in which the nearest cache differs from what this worker needs."""
+
+    name: str
+    here: Any
+    there: Any
+
+
+class RegionReport(Struct, frozen=True):
+    """One compiled region."""
+
+    graphs: int
+    hits: int
+    """Of them, those that the cache had."""
+    seconds: float
+    """Time of the calls that made graphs."""
+    fallbacks: int
+    """Calls after the start that met no graph and ran eagerly."""
+
+
+class CapturedStage(Struct, frozen=True):
+    """One stage of the model's work on the device, since the start."""
+
+    runs: int
+    replays: int
+    """Runs that replayed a captured graph."""
+    captures: int
+
+
+class CompileStatus(Struct, frozen=True):
+    """Body of the worker's `GET /api/compile`. Counts are of this process."""
+
+    state: CacheState | None = None
+    degraded: bool = False
+    fingerprint: str = ""
+    stale_fields: list[StaleReason] = []
+    graphs: int = 0
+    """Compiled graphs in use."""
+    fx_hits: int = 0
+    """Of them, those that the cache had; the elapsed time tells whether they were whole."""
+    fx_misses: int = 0
+    new_files: int = 0
+    """Files that the compiler has written, at the last look."""
+    recompiles_after_idle: int = 0
+    eager_fallbacks: int = 0
+    graph_breaks: int = 0
+    captured_replays: int = 0
+    stage_runs: int = 0
+    captures: int = 0
+    graph_pool_bytes: int = 0
+    stage_seconds: dict[str, float] = {}
+    """Stages of the worker's start; the running one as far as it is."""
+    regions: dict[str, RegionReport] = {}
+    stages: dict[str, CapturedStage] = {}
+    fallback_reasons: dict[str, str] = {}
+    """By region: the guard that the first call without a graph failed."""
+    reason: str = ""
+    """Why `degraded`, or why the cache counts as damaged."""
 
 
 class StageReport(Struct, frozen=True):
@@ -271,3 +345,4 @@ class WorkerHealth(Struct, frozen=True):
     stages: list[StageReport]
     reason: str = ""
     pid: int = 0
+    compile: CompileSummary | None = None

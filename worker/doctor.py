@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from shared.errors import ModelLoadError
+from shared.config import Config, load_config
+from shared.errors import ConfigError, ModelLoadError
+from worker.compile_findings import Finding, examine_compiling, expected_rate
 
 EXIT_NOT_READY = 1
+CONFIG_FILE = Path(__file__).parents[1] / "config.json"
 MIN_PYTHON = (3, 11)
 
 PACKAGES = (
-    *("fastapi", "uvicorn", "websockets", "msgspec", "pydantic", "numpy", "pillow"),
+    *("fastapi", "uvicorn", "websockets", "msgspec", "pydantic", "numpy", "pillow", "av"),
     *("onnxruntime", "safetensors", "tokenizers", "gguf", "filelock"),
 )
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -26,25 +30,29 @@ MIN_MEASURE_S = 0.3
 """Repeat a measurement for this long, so that the clock's grain does not matter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the table."""
-
-    what: str
-    value: str
-    is_ok: bool = True
-    """False: the service cannot run like this."""
-
-
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print what was found; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        config = load_config(arguments.config or _default_config()).config
+    except ConfigError as error:
+        _show(Finding("configuration", str(error), is_ok=False))
+        return EXIT_NOT_READY
     findings = []
-    for finding in examine():
+    for finding in examine(config, arguments.explain):
         findings.append(finding)
-        mark = "ok " if finding.is_ok else "BAD"
-        sys.stdout.write(f"{mark}  {finding.what:<28} {finding.value}\n")
-        sys.stdout.flush()
+        _show(finding)
     return verdict(findings)
+
+
+def _show(finding: Finding) -> None:
+    mark = "ok " if finding.is_ok else "BAD"
+    sys.stdout.write(f"{mark}  {finding.what:<28} {finding.value}\n")
+    sys.stdout.flush()
+
+
+def _default_config() -> Path | None:
+    return CONFIG_FILE if CONFIG_FILE.exists() else None
 
 
 def verdict(findings: Sequence[Finding]) -> int:
@@ -52,8 +60,13 @@ def verdict(findings: Sequence[Finding]) -> int:
     return 0 if all(finding.is_ok for finding in findings) else EXIT_NOT_READY
 
 
-def examine() -> Iterator[Finding]:
-    """Look at the machine, one finding after the other; the measurements come last."""
+def examine(config: Config, explain: bool = False) -> Iterator[Finding]:
+    """Look at the machine, one finding after the other; the measurements come last.
+
+    Args:
+        explain: also tell what was compiled in earlier starts, and what this GPU should reach.
+    """
+    environment = dict(os.environ)
     yield _python()
     yield Finding("cpu cores", str(os.cpu_count()))
     for name in PACKAGES:
@@ -67,9 +80,33 @@ def examine() -> Iterator[Finding]:
     yield Finding("torch", f"{torch.__version__}, CUDA build {torch.version.cuda or 'none'}")
     yield from _gpus(torch)
     yield from _weights()
+    yield from examine_compiling(config, environment, explain)
+    yield from _rates(torch, explain)
+
+
+def _rates(torch: Any, explain: bool) -> Iterator[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    yield Finding(f"matmul rate ({device})", f"{_matmul_tflops(torch, device):.2f} TFLOP/s")
-    yield Finding(f"copy rate ({device})", f"{_copy_gb_s(torch, device):.1f} GB/s")
+    name = torch.cuda.get_device_properties(0).name if device == "cuda" else ""
+    rate = expected_rate(name) if explain else None
+    for what, unit, value, expected in (
+        ("matmul rate", "TFLOP/s", _matmul_tflops(torch, device), rate and rate.tflops),
+        ("copy rate", "GB/s", _copy_gb_s(torch, device), rate and rate.gb_s),
+    ):
+        beside = f", expected {expected:g} ({rate.source})" if rate else ""
+        yield Finding(f"{what} ({device})", f"{value:.2f} {unit}{beside}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m worker.doctor", description=__doc__)
+    parser.add_argument(
+        "--config", type=Path, help="configuration file; without it config.json if it is there"
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="what earlier starts compiled, what workers say, what the GPU should reach",
+    )
+    return parser
 
 
 def _python() -> Finding:

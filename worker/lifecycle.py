@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shared.errors import EngineFault, OmniError
-from shared.protocol import RequestType, StageReport, WorkerHealth
+from shared.protocol import CompileStatus, RequestType, WorkerHealth
 from shared.states import WORKER_EDGES, StateMachine, WorkerState
+from worker.compiling import Compiling
 from worker.engine.engine import Engine
 from worker.engine.gpu_thread import LaneThreads
 from worker.engine.slots import SlotTable
@@ -28,6 +29,7 @@ from worker.models.contract import DuplexModel, Progress
 from worker.sessions.duplex import DuplexSession, SessionHost, SessionLimits
 from worker.sessions.failures import WorkerStopping
 from worker.sessions.media import MediaDecoder
+from worker.stages import Stages, part_of
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,12 @@ DRAIN_TIMEOUT_S = 5.0
 
 FAULT_TIMEOUT_S = 2.0
 """The same after a fault: the process has to be gone soon, so that it is started again."""
+
+FILES_INTERVAL_S = 60.0
+"""How often somebody looks whether the compiler has written anything after the start."""
+
+CAPTURE_SHARE, REHEARSAL_SHARE = 0.3, 0.6
+"""Of the last stage, where there is something to capture."""
 
 GIVE_UP_FACTOR = 2.0
 """A compute thread stuck for this many times `stuck_after_s` is taken for lost."""
@@ -71,23 +79,6 @@ class WorkerSettings:
     limits: SessionLimits = field(default_factory=SessionLimits)
 
 
-@dataclass(slots=True)
-class _Stage:
-    name: str
-    started_at: float
-    ended_at: float | None = None
-    progress: float = 0.0
-    note: str = ""
-
-    def report(self, share: float, note: str) -> None:
-        """Called from the stage's own thread."""
-        self.progress = min(1.0, max(0.0, share))
-        self.note = note
-
-    def elapsed_s(self, now: float) -> float:
-        return (self.ended_at if self.ended_at is not None else now) - self.started_at
-
-
 class Lifecycle:
     """Starts a worker, keeps its state, ends it. Lives on the event loop.
 
@@ -95,6 +86,7 @@ class Lifecycle:
         build: makes the back end; called on the language lane's thread, may import what it
             likes there.
         warm_up: the last stage, handed in so that this module knows no script.
+        compiling: what the start compiles; `build` has it look for its cache.
     """
 
     def __init__(
@@ -103,8 +95,12 @@ class Lifecycle:
         build: Callable[[], DuplexModel],
         warm_up: WarmUp,
         clock: Callable[[], float] = time.monotonic,
+        compiling: Compiling | None = None,
     ) -> None:
         self.settings = settings
+        self.compiling = compiling or Compiling()
+        self.start_ended = asyncio.Event()
+        """Set once the worker is ready, or will never be."""
         self.host: SessionHost | None = None
         """Where sessions run; None until the model is there."""
         self.metrics = WorkerMetrics()
@@ -116,7 +112,7 @@ class Lifecycle:
         self._threads = LaneThreads(clock)
         self._engine: Engine | None = None
         self._media = MediaDecoder(settings.n_slots)
-        self._stages: list[_Stage] = []
+        self.stages = Stages(clock)
         self._started_at = clock()
         self._reason = ""
         self._retirement = asyncio.Event()
@@ -143,6 +139,7 @@ class Lifecycle:
             self._loop.create_task(self._start()),
             self._loop.create_task(self._watch_threads()),
             self._loop.create_task(self._retire()),
+            self._loop.create_task(self._watch_files()),
         ]
         try:
             code = await self._exit
@@ -158,6 +155,9 @@ class Lifecycle:
             self._threads.stop()
             self._media.close()
         is_ended = await asyncio.to_thread(self._threads.join, FAULT_TIMEOUT_S)
+        if is_ended:
+            # A thread that still runs may need it; the next worker removes what is left.
+            await asyncio.to_thread(self.compiling.close)
         log.info("worker ends exit_code=%d threads_ended=%s", code, is_ended)
         return code
 
@@ -166,6 +166,7 @@ class Lifecycle:
         if not self._machine.can(WorkerState.DRAINING):
             return
         self._machine.to(WorkerState.DRAINING, "asked to stop")
+        self.compiling.cancel()
         for session in self._sessions():
             session.end("draining", WorkerStopping("The worker is shutting down"))
         self._leave(EXIT_STOPPED)
@@ -188,8 +189,7 @@ class Lifecycle:
 
     def health(self) -> WorkerHealth:
         """What `/health` says; reads only what is in memory."""
-        now = self._clock()
-        stage = self._stages[-1] if self._stages else None
+        stage, now = self.stages.last, self._clock()
         loading = self.state is WorkerState.LOADING
         sessions = self._sessions()
         newest = sessions[-1] if sessions else None
@@ -211,23 +211,31 @@ class Lifecycle:
             stage=stage.name if stage and loading else None,
             stage_progress=(stage.progress if stage else 0.0) if loading else 1.0,
             stage_elapsed_s=round(stage.elapsed_s(now), 2) if stage and loading else 0.0,
-            eta_s=_eta_s(stage, now) if stage and loading else None,
-            stages=[
-                StageReport(s.name, round(s.elapsed_s(now), 2), s.ended_at is not None, s.note)
-                for s in self._stages
-            ],
+            eta_s=stage.eta_s(now) if stage and loading else None,
+            stages=self.stages.reports(),
             reason=self._reason or self._stuck_reason(),
             pid=os.getpid(),
+            compile=self.compiling.summary(),
         )
+
+    def compile_status(self) -> CompileStatus:
+        """What `/api/compile` says; reads only what is in memory."""
+        return self.compiling.status(self.stages.seconds())
 
     # ---- start
 
     async def _start(self) -> None:
         try:
+            await self._start_or_fail()
+        finally:
+            self.start_ended.set()
+
+    async def _start_or_fail(self) -> None:
+        try:
             await self._run_stages()
         except Exception as error:
             if self.state is WorkerState.LOADING:
-                stage = self._stages[-1].name if self._stages else "start"
+                stage = self.stages.last.name if self.stages.last else "start"
                 # What is expected to go wrong says all in its text; the rest needs a traceback.
                 trace = None if isinstance(error, OmniError) else error
                 log.error("start failed stage=%s: %s", stage, error, exc_info=trace)
@@ -242,20 +250,46 @@ class Lifecycle:
 
     async def _run_stages(self) -> None:
         n_slots = self.settings.n_slots
-        model = await self._stage("load_model", self._load)
+        model = await self.stages.run("load_model", self._load)
 
         def init(progress: Progress) -> None:
             model.init_unified(n_slots, progress)
 
-        await self._stage("init_unified", lambda progress: self._on_lane(init, progress))
-        await self._stage(
+        await self.stages.run("init_unified", lambda progress: self._on_lane(init, progress))
+        await self.stages.run(
             "apply_torch_compile",
-            lambda progress: self._on_lane(model.apply_torch_compile, progress),
+            lambda progress: self._on_lane(
+                lambda report: self.compiling.compile(model.apply_torch_compile, report), progress
+            ),
         )
         host = self._serve(model)
-        await self._stage("warmup_compile", lambda progress: self._warm_up(host, progress))
+        await self.stages.run("warmup_compile", lambda progress: self._warm(host, progress))
         # What was played so far is in a set of metrics of its own, which nobody reads.
         host.metrics = self.metrics
+
+    async def _warm(self, host: SessionHost, progress: Progress) -> None:
+        """Capture, play a session, and leave slots as if nobody had been there."""
+        compiling = self.compiling
+        captured = CAPTURE_SHARE if compiling.captures else 0.0
+        rehearsed = captured + REHEARSAL_SHARE if captured else 1.0
+        await self._on_lane(compiling.capture, part_of(progress, 0.0, captured))
+        try:
+            await self._warm_up(host, part_of(progress, captured, rehearsed))
+        except RuntimeError as error:
+            # What was compiled may be the reason; if it was not, this fails as well.
+            failure = error
+            if not await self._on_lane(lambda _: compiling.give_up(failure), progress):
+                raise
+            await self._warm_up(host, part_of(progress, captured, rehearsed))
+        await self._on_lane(compiling.replay, part_of(progress, rehearsed, 1.0))
+        await self._on_lane(lambda _: self._finish(host.model), progress)
+
+    def _finish(self, model: DuplexModel) -> None:
+        if self.compiling.is_on:
+            # Compiling and capturing have written to slots that no session has cleaned.
+            for slot in range(self.settings.n_slots):
+                model.end(model.new_state(slot))
+        self.compiling.finish(self.stages.seconds())
 
     async def _load(self, progress: Progress) -> DuplexModel:
         def build_and_load(progress: Progress) -> DuplexModel:
@@ -279,17 +313,6 @@ class Lifecycle:
             limits=self.settings.limits,
         )
         return self.host
-
-    async def _stage(self, name: str, work: Callable[[Progress], Awaitable[Any]]) -> Any:
-        stage = _Stage(name, self._clock())
-        self._stages.append(stage)
-        log.info("stage started name=%s", name)
-        value = await work(stage.report)
-        stage.ended_at = self._clock()
-        stage.progress = 1.0
-        elapsed_s = stage.elapsed_s(stage.ended_at)
-        log.info("stage done name=%s elapsed_s=%.2f note=%s", name, elapsed_s, stage.note)
-        return value
 
     def _batch_done(self, kind: str, n_ops: int, took_s: float) -> None:
         assert self.host is not None
@@ -347,6 +370,12 @@ class Lifecycle:
             if stuck and self._engine is not None and self._threads.stuck_for() > give_up_s:
                 self._engine.fail(EngineFault(self._stuck_reason()))
 
+    async def _watch_files(self) -> None:
+        while True:
+            await asyncio.sleep(FILES_INTERVAL_S)
+            if self.state is WorkerState.READY:
+                await asyncio.to_thread(self.compiling.check_files)
+
     def _is_stuck(self) -> bool:
         # While loading, one call is one stage and takes minutes.
         serves = self.state in (WorkerState.READY, WorkerState.RETIRING, WorkerState.DRAINING)
@@ -372,10 +401,3 @@ class Lifecycle:
 
     def _sessions(self) -> list[DuplexSession]:
         return list(self.host.sessions.values()) if self.host else []
-
-
-def _eta_s(stage: _Stage, now: float) -> float | None:
-    """Seconds to the end of a stage, from the share it has done; None while that says little."""
-    if stage.progress < 0.05:
-        return None
-    return round(stage.elapsed_s(now) * (1.0 - stage.progress) / stage.progress, 1)

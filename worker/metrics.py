@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from shared.metrics import OTHER, UNIT_BUCKETS_S, slug_labels
 from shared.protocol import Timings
 from shared.states import SessionState, WorkerState
+from worker.compile_metrics import compile_families
 from worker.engine.slots import SlotState
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ class LifecycleCollector(Collector):
         for stage in lifecycle.health().stages:
             stages.add_metric([stage.name], stage.elapsed_s)
         yield stages
+        yield from compile_families(lifecycle.compile_status(), lifecycle.compiling.versions)
         yield GaugeMetricFamily(
             "omni_worker_busy_seconds",
             "How long the compute thread has been at it that has been at one thing for longest",

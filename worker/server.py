@@ -1,4 +1,4 @@
-"""The worker's port, on loopback: `GET /health`, `GET /metrics`, one WebSocket per session."""
+"""The worker's port, on loopback: health, metrics, what was compiled, one WebSocket per session."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FLUSH_TIMEOUT_S = 5.0
 
 CLOSE_PROTOCOL_ERROR = 1002
 
-_health_encoder = msgspec.json.Encoder()
+_encoder = msgspec.json.Encoder()
 
 
 class Outbox:
@@ -247,7 +247,12 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         report = lifecycle.health()
         # Anything that looks at the status alone has to see that this worker is of no use.
         status = 503 if report.status == "error" else 200
-        return Response(_health_encoder.encode(report), status, media_type="application/json")
+        return Response(_encoder.encode(report), status, media_type="application/json")
+
+    @app.get("/api/compile")
+    async def compile_status() -> Response:
+        body = _encoder.encode(lifecycle.compile_status())
+        return Response(body, media_type="application/json")
 
     @app.get("/metrics")
     async def metrics() -> Response:

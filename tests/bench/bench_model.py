@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import gc
 import itertools
 import json
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.protocol import DuplexSettings
@@ -29,7 +31,6 @@ from worker.models.contract import Prompt, Unit
 from worker.models.minicpmo45.loading import LoadOptions, load
 from worker.models.minicpmo45.model import MiniCpmO45
 from worker.nn.decoder import Decoder, KvCache
-from worker.nn.speech import SpeechHead
 
 GIB = 2**30
 N_POSITIONS = 512
@@ -51,7 +52,7 @@ def main() -> int:
     report["load_s"] = round(time.perf_counter() - began_at, 1)
     report["memory_gib"] = memory(model)
     report["session"] = session(model, arguments.units)
-    report["accuracy"] = accuracy(model)
+    report["accuracy"] = compare_all(model, truths_of(model))
     for name, value in report.items():
         print(f"{name:12} {value}")
     print(json.dumps(report))
@@ -128,16 +129,64 @@ def session(model: MiniCpmO45, n_units: int) -> dict[str, Any]:
 # ---- accuracy
 
 
-def accuracy(model: MiniCpmO45) -> dict[str, Any]:
-    """bf16 against the same weights in fp32, stage by stage."""
+@dataclasses.dataclass(frozen=True)
+class Truths:
+    """What the same weights give in fp32, and what for."""
+
+    slices: list[NDArray[np.uint8]]
+    vision: Tensor
+    mel: Tensor
+    audio: Tensor
+    tokens: Tensor
+    hidden: Tensor
+    logits: Tensor
+    cache: KvCache
+    codes: Tensor
+    speech_hidden: Tensor
+    speech_logits: Tensor
+
+
+@torch.inference_mode()
+def truths_of(model: MiniCpmO45) -> Truths:
+    """Run fp32 copies of the model's parts, none of which is compiled yet."""
     generator = torch.Generator(device="cuda").manual_seed(1)
-    with torch.inference_mode():
-        return {
-            "vision": compare_vision(model),
-            "audio": compare_audio(model),
-            "llm": compare_llm(model.parts.llm, generator),
-            "speech": compare_speech(model.parts.speech, generator),
-        }
+    random = np.random.default_rng(2)
+    sizes = ((448, 448), (392, 518), (546, 364))
+    slices = [random.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+    mel = torch.rand(1, 80, 800, device="cuda", generator=generator) * 2 - 1
+    options = {"generator": generator, "device": "cuda"}
+    tokens = torch.randint(0, 100_000, (1, N_POSITIONS), **options)
+    codes = torch.randint(0, 6561, (1, N_POSITIONS), **options)
+    vision = copy.deepcopy(model.parts.vision).float().encode(slices)
+    audio = copy.deepcopy(model.parts.audio).float().encode_clip(mel, (800,), is_chunked=True)
+    llm = copy.deepcopy(model.parts.llm).float()
+    hidden, cache = teacher_forced(llm, llm.embed(tokens))
+    logits = llm.head(hidden)
+    del llm
+    speech = copy.deepcopy(model.parts.speech).float()
+    speech_hidden, _ = teacher_forced(speech.stack, speech.emb_code(codes))
+    return Truths(
+        slices, vision, mel, audio, tokens, hidden, logits, cache, codes, speech_hidden,
+        speech.head_code(speech_hidden),
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def compare_all(model: MiniCpmO45, truths: Truths) -> dict[str, Any]:
+    """The model as it is now, bf16, eager or compiled, against the truth, stage by stage."""
+    parts = model.parts
+    audio = parts.audio.encode_clip(truths.mel, (800,), is_chunked=True)
+    codes = parts.speech.emb_code(truths.codes)
+    speech_hidden, _ = teacher_forced(parts.speech.stack, codes)
+    return {
+        "vision": compare_rows(parts.vision.encode(truths.slices), truths.vision),
+        "audio": compare_rows(audio, truths.audio),
+        "llm": compare_llm(parts.llm, truths),
+        "speech": {
+            "hidden": compare_rows(speech_hidden, truths.speech_hidden),
+            "logits": compare_logits(parts.speech.head_code(speech_hidden), truths.speech_logits),
+        },
+    }
 
 
 def compare_rows(ours: Tensor, truth: Tensor) -> dict[str, float]:
@@ -162,56 +211,21 @@ def compare_logits(ours: Tensor, truth: Tensor) -> dict[str, float]:
     }
 
 
-def compare_vision(model: MiniCpmO45) -> dict[str, float]:
-    random = np.random.default_rng(2)
-    slices = [
-        random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        for height, width in ((448, 448), (392, 518), (546, 364))
-    ]
-    ours = model.parts.vision.encode(slices)
-    wide = copy.deepcopy(model.parts.vision).float()
-    return compare_rows(ours, wide.encode(slices))
-
-
-def compare_audio(model: MiniCpmO45) -> dict[str, float]:
-    mel = torch.rand(1, 80, 800, device="cuda") * 2 - 1
-    ours = model.parts.audio.encode_clip(mel, (800,), is_chunked=True)
-    wide = copy.deepcopy(model.parts.audio).float()
-    return compare_rows(ours, wide.encode_clip(mel, (800,), is_chunked=True))
-
-
-def compare_llm(llm: Decoder, generator: torch.Generator) -> dict[str, Any]:
-    tokens = torch.randint(0, 100_000, (1, N_POSITIONS), generator=generator, device="cuda")
-    ours, ours_cache = teacher_forced(llm, llm.embed(tokens))
-    logits = llm.head(ours).float()
-    wide = copy.deepcopy(llm).float()
-    truth, truth_cache = teacher_forced(wide, wide.embed(tokens))
-    found: dict[str, Any] = {"hidden": compare_rows(ours, truth)}
-    found["logits"] = compare_logits(logits, wide.head(truth))
+def compare_llm(llm: Decoder, truths: Truths) -> dict[str, Any]:
+    hidden, cache = teacher_forced(llm, llm.embed(truths.tokens))
+    found: dict[str, Any] = {"hidden": compare_rows(hidden, truths.hidden)}
+    found["logits"] = compare_logits(llm.head(hidden).float(), truths.logits)
     sides = zip(
-        (*ours_cache.keys, *ours_cache.values),
-        (*truth_cache.keys, *truth_cache.values),
-        strict=True,
+        (*cache.keys, *cache.values), (*truths.cache.keys, *truths.cache.values), strict=True
     )
     live = slice(0, N_POSITIONS)
     found["cache_cosine_min"] = min(
         compare_rows(a[:1, :, live], b[:1, :, live])["cosine_min"] for a, b in sides
     )
     found["other_slots_untouched"] = bool(
-        all((side[1] == 0).all() for side in (*ours_cache.keys, *ours_cache.values))
+        all((side[1] == 0).all() for side in (*cache.keys, *cache.values))
     )
     return found
-
-
-def compare_speech(speech: SpeechHead, generator: torch.Generator) -> dict[str, Any]:
-    codes = torch.randint(0, 6561, (1, N_POSITIONS), generator=generator, device="cuda")
-    ours, _ = teacher_forced(speech.stack, speech.emb_code(codes))
-    wide = copy.deepcopy(speech).float()
-    truth, _ = teacher_forced(wide.stack, wide.emb_code(codes))
-    return {
-        "hidden": compare_rows(ours, truth),
-        "logits": compare_logits(speech.head_code(ours), wide.head_code(truth)),
-    }
 
 
 def teacher_forced(stack: Any, x: Tensor) -> tuple[Tensor, KvCache]:

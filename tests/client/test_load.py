@@ -10,9 +10,9 @@ import pytest
 
 from client import load
 from client.load import Plan, Track, Visit, client_figures, main
-from client.media import Clip
 from client.paced import LoopProbe
 from shared.audio import write_wav
+from shared.clips import Clip
 from tests.fakes.g0_server import Scenario, Service
 
 CHUNK_S = 0.1

@@ -21,7 +21,7 @@ from websockets.typing import Subprotocol
 from gateway.pool import Address
 from shared import protocol
 from shared.limits import MAX_FRAME_BYTES
-from shared.protocol import Command, Event, Failure, Input, Result, WorkerHealth
+from shared.protocol import Command, CompileStatus, Event, Failure, Input, Result, WorkerHealth
 
 Answer = Callable[[Input], Event | None]
 """What a chunk is answered with; None = nothing at all."""
@@ -51,6 +51,8 @@ class Script:
     """None = by the slots in use."""
     eta_s: float | None = None
     refuse_open: Failure | None = None
+    compile_status: str = msgspec.json.encode(CompileStatus("warm", fingerprint="ab12")).decode()
+    compile_delay_s: float = 0.0
 
 
 @dataclass
@@ -153,6 +155,9 @@ class ScriptedWorker:
         )
 
     async def _http(self, connection: ServerConnection, request: Request) -> Response | None:
+        if request.path == "/api/compile":
+            await asyncio.sleep(self.script.compile_delay_s)
+            return connection.respond(200, self.script.compile_status)
         if request.path != "/health":
             return None
         return connection.respond(200, msgspec.json.encode(self.health()).decode())

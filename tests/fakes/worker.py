@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import numpy as np
 import websockets
 
 from shared.protocol import (
@@ -25,9 +24,11 @@ from shared.protocol import (
     encode,
 )
 from shared.states import WorkerState
-from tests.fakes.model import UNIT_SAMPLES, FakeDuplexModel, as_model
-from tests.fakes.session import E, eventually
+from tests.fakes.model import FakeDuplexModel, as_model
+from tests.fakes.session import LOUD, SILENT, E, chunk, eventually
+from worker.compiling import Compiling
 from worker.lifecycle import Lifecycle, WorkerSettings
+from worker.models.contract import DuplexModel
 from worker.server import bind, create_app, make_server
 from worker.sessions.rehearsal import rehearse
 
@@ -41,19 +42,27 @@ class FakeWorker:
         n_slots: int = 2,
         stuck_after_s: float = 30.0,
         drain_timeout_s: float = 300.0,
+        compiling: Compiling | None = None,
     ) -> None:
         self.model = model or FakeDuplexModel()
-        chunks = [np.full(UNIT_SAMPLES, level, np.float32) for level in (0.0, 1.0)]
+        self._compiling = compiling
+        played = [chunk(0, SILENT), chunk(1, LOUD)]
         self.lifecycle = Lifecycle(
             WorkerSettings("fake", n_slots, 3, stuck_after_s, drain_timeout_s),
-            lambda: as_model(self.model),
-            functools.partial(rehearse, chunks),
+            self._build,
+            functools.partial(rehearse, played),
+            compiling=compiling,
         )
         self._listener = bind(0)
         self.port: int = self._listener.getsockname()[1]
         self._server = make_server(create_app(self.lifecycle))
         self._serving: asyncio.Task[None] | None = None
         self.running: asyncio.Task[int] | None = None
+
+    def _build(self) -> DuplexModel:
+        if self._compiling is not None:
+            self._compiling.look()
+        return as_model(self.model)
 
     async def start(self, ready: bool = True) -> FakeWorker:
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
@@ -69,10 +78,12 @@ class FakeWorker:
         return await asyncio.wait_for(asyncio.shield(self.running), 10)
 
     async def health(self) -> WorkerHealth:
+        return msgspec.json.decode((await self.get("/health")).content, type=WorkerHealth)
+
+    async def get(self, path: str) -> httpx.Response:
         # Loading certificates takes longer than the request.
         async with httpx.AsyncClient(trust_env=False, verify=False) as client:
-            answer = await client.get(f"http://127.0.0.1:{self.port}/health")
-        return msgspec.json.decode(answer.content, type=WorkerHealth)
+            return await client.get(f"http://127.0.0.1:{self.port}{path}")
 
     async def connect(self, **options: Any) -> Peer:
         socket = await websockets.connect(

@@ -28,6 +28,7 @@ import numpy as np
 
 from shared import logs
 from tests.fakes.model import FakeDuplexModel, FakeState, as_model
+from tests.fakes.session import chunk
 from worker import server
 from worker.lifecycle import Lifecycle, WorkerSettings
 from worker.sessions.rehearsal import rehearse
@@ -76,9 +77,9 @@ async def serve(arguments: argparse.Namespace) -> int:
         speech_samples=int(arguments.speech_s * SPEECH_RATE_HZ),
         unit_samples=arguments.unit_samples,
     )
-    chunks = [np.full(model.unit_samples, level, np.float32) for level in (0.0, 1.0)]
+    played = [chunk(seq, np.full(model.unit_samples, seq, np.float32)) for seq in range(2)]
     settings = WorkerSettings("fake", arguments.slots, stuck_after_s=arguments.stuck_after_s)
-    lifecycle = Lifecycle(settings, lambda: as_model(model), functools.partial(rehearse, chunks))
+    lifecycle = Lifecycle(settings, lambda: as_model(model), functools.partial(rehearse, played))
     listener = server.bind(arguments.port)
     serving = server.make_server(server.create_app(lifecycle))
     loop = asyncio.get_running_loop()

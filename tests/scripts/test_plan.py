@@ -16,9 +16,9 @@ from scripts import launch, machine
 from scripts.launch import make_plan, parse_arguments, read_config, service_commands
 from scripts.machine import StartError, ensure_certificate, fetch, visible_gpus
 from scripts.processes import Child, Command, bound_log, rotate_log
-from scripts.supervisor import read_progress
+from scripts.supervisor import Requests, Supervisor, read_progress
 from shared.config import Config, LoadedConfig
-from shared.protocol import StageReport, WorkerHealth
+from shared.protocol import CacheState, CompileSummary, StageReport, WorkerHealth
 from tests.fakes.g0_server import Scenario, serving
 
 needs_openssl = pytest.mark.skipif(which("openssl") is None, reason="openssl is not installed")
@@ -216,6 +216,50 @@ def test_a_loaded_healthy_worker_is_ready() -> None:
     assert progress is not None
     assert progress.ready
     assert progress.text == "ready after 2.5 s"
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (CompileSummary("stale", False), ", compile cache stale"),
+        (CompileSummary("warm", True), ", compile cache warm (degraded: runs slower)"),
+        (CompileSummary("disabled", False), ""),
+        (CompileSummary(None, False), ""),
+    ],
+)
+def test_progress_tells_how_the_compile_cache_was_found(found: CompileSummary, text: str) -> None:
+    loading = read_progress(health(compile=found))
+    ready = read_progress(health(compile=found, status="healthy", model_loaded=True))
+
+    assert loading is not None
+    assert loading.text == f"warmup_compile  40% (3.2 s, about 5 s left){text}"
+    assert ready is not None
+    assert ready.text == f"ready after 2.5 s{text}"
+
+
+@pytest.mark.parametrize(
+    ("found", "gpu_id", "is_given"),
+    [("cold", 0, True), ("damaged", 0, True), ("warm", 0, False), ("cold", None, False)],
+)
+def test_without_a_cache_on_a_gpu_there_is_a_hint(
+    found: CacheState, gpu_id: int | None, is_given: bool
+) -> None:
+    progress = read_progress(health(compile=CompileSummary(found, False), gpu_id=gpu_id))
+
+    assert progress is not None
+    assert ("python precompile.py" in progress.hint) == is_given
+
+
+def test_the_hint_is_given_once_for_all_workers(tmp_path: Path) -> None:
+    said: list[str] = []
+    commands = [Command(name, [], {}, "") for name in ("gateway", "worker_0", "worker_1")]
+    service = Supervisor(commands, tmp_path, said.append, Requests(), drain_timeout_s=1.0)
+    progress = read_progress(health(compile=CompileSummary("cold", False), gpu_id=0))
+    assert progress is not None
+    for name in ("worker_0", "worker_1"):
+        service._report(name, progress)
+
+    assert [line.partition(":")[0] for line in said] == ["worker_0", "hint", "worker_1"]
 
 
 def test_the_health_of_something_else_is_no_progress() -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shared.config import Config, load_config
+from shared.config import COMPILE_MODULES, Config, load_config
 from shared.errors import ConfigError
 
 
@@ -55,6 +55,13 @@ def test_an_unknown_section_is_named(tmp_path):
         ("model", "backend", "gpt"),
         ("service", "sessions_per_worker", 0),
         ("service", "bind", "300.1.1.1"),
+        ("compile", "mode", "fast"),
+        ("compile", "dynamic", "maybe"),
+        ("compile", "modules", "llm"),
+        ("compile", "modules", []),
+        ("compile", "cache_dir", ""),
+        ("compile", "on_cold", "wait"),
+        ("compile", "on_recompile", "ignore"),
     ],
 )
 def test_a_bad_value_is_named_with_its_key(tmp_path, section, key, value):
@@ -131,7 +138,10 @@ def test_a_key_whose_feature_is_missing_brings_a_notice_when_it_is_set(
     [
         ({"model": {"random_weights": True}}, []),
         ({"model": {"random_weights": True}, "service": {"compile": False}}, []),
-        ({"model": {"random_weights": True}, "service": {"compile": True}}, ["service.compile"]),
+        ({"model": {"random_weights": True}, "service": {"compile": True}}, []),
+        ({"model": {"random_weights": True}, "compile": {"modules": ["llm"]}}, []),
+        ({"compile": {"encoders": False}}, ["compile.encoders"]),
+        ({"compile": {"cache_dir": "x", "mode": "max-autotune"}}, []),
         ({"model": {"random_weights": True, "model_path": "x"}}, ["model.model_path"]),
         ({"model": {"backend": "cascade", "model_path": "x"}}, ["model.model_path"]),
         ({"model": {"model_path": "x"}, "compat": {"voice_through_int16": True}}, []),
@@ -180,6 +190,35 @@ def test_every_key_of_the_reference_is_accepted(tmp_path):
 )
 def test_auto_chooses_the_back_end(tmp_path, model, backend):
     assert load_config(write(tmp_path, {"model": model})).config.backend == backend
+
+
+def test_an_unknown_module_is_named_with_the_nearest_one(tmp_path):
+    path = write(tmp_path, {"compile": {"modules": ["llm", "resampeler"]}})
+
+    with pytest.raises(ConfigError, match="no module 'resampeler'; did you mean resampler"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("section", "chosen"),
+    [
+        ({}, COMPILE_MODULES),
+        ({"modules": ["tts", "llm", "tts"]}, ("llm", "tts")),
+        ({"encoders": False}, ("llm", "tts", "flow", "vocoder", "heads")),
+        ({"modules": ["vpm", "heads"], "encoders": False}, ("heads",)),
+    ],
+)
+def test_what_is_compiled_follows_from_two_switches(tmp_path, section, chosen):
+    loaded = load_config(write(tmp_path, {"compile": section}))
+
+    assert loaded.config.compile.chosen_modules == chosen
+
+
+def test_reduce_overhead_is_another_name_of_the_default(tmp_path):
+    """Two names of one thing would be two caches."""
+    loaded = load_config(write(tmp_path, {"compile": {"mode": "reduce-overhead"}}))
+
+    assert loaded.config.compile == Config().compile
 
 
 def test_what_may_be_a_key_is_not_shown(tmp_path):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _dynamo
 
 from worker.compile.graphs import Bucket, Call, Capture, CudaCapture, Inputs, Layout, Outputs, Stage
 from worker.compile.regions import (
@@ -21,6 +21,7 @@ from worker.compile.regions import (
     compile_region,
     forbid_compiling,
     prepare_thread,
+    restore_region,
 )
 from worker.compile.report import Compilation, CompileReport
 
@@ -43,6 +44,15 @@ class Compiler:
         self.regions: list[Region] = []
         self.stages: dict[str, Stage] = {}
         self._capture = capture
+        self._captures = False
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether there is anything that `capture` would capture."""
+        if self.plan is None or not self.plan.cuda_graphs:
+            return False
+        on_gpu = any(stage.device.type == "cuda" for stage in self.stages.values())
+        return on_gpu or self._capture is not None
 
     def prepare(self, device: torch.device) -> None:
         """Set up the calling thread; before anything is compiled on it."""
@@ -96,11 +106,12 @@ class Compiler:
     @torch.inference_mode()
     def capture(self, progress: Progress) -> str:
         """Capture every planned bucket, the largest ones first; returns a note."""
-        capture = self._capture or self._cuda_capture()
-        if self.plan is None or not self.plan.cuda_graphs or capture is None:
+        capture = (self._capture or self._cuda_capture()) if self.can_capture else None
+        if capture is None:
             progress(1.0, "no graphs")
             return "no graphs"
         began_at = time.perf_counter()
+        self._captures = True
         # The memory of a large graph serves the smaller ones after it.
         calls = sorted(self._planned(), key=lambda call: -call.buffers.n_bytes)
         for call in _reporting(calls, progress, "capturing"):
@@ -120,6 +131,38 @@ class Compiler:
             for call in list(stage.captured):
                 call.capture(self._capture)
 
+    @torch.inference_mode()
+    def add(self, shapes: Iterable[tuple[str, Bucket]], progress: Progress) -> str:
+        """Compile and capture buckets that are in no plan; returns a note.
+
+        Args:
+            shapes: pairs of a stage's name and one of its buckets.
+        """
+        calls = [self.stages[name].at(bucket) for name, bucket in shapes]
+        calls = [call for call in calls if call.bucket not in call.stage.buckets]
+        for call in _reporting(calls, progress, "adding"):
+            call.compute()
+            if self._captures and self._capture is not None:
+                call.capture(self._capture)
+        note = f"{len(calls)} more shapes"
+        progress(1.0, note)
+        return note
+
+    def drop_graphs(self) -> None:
+        """Run all stages uncaptured from now on."""
+        self._captures = False
+        for stage in self.stages.values():
+            for call in list(stage.captured):
+                call.drop_graph()
+        self.report.graph_pool_bytes = 0
+
+    def undo(self) -> None:
+        """Have everything eager again, as if nothing had been compiled; `compile` may follow."""
+        self.drop_graphs()
+        for region in self.regions:
+            restore_region(region)
+        _dynamo.reset()
+
     def seal(self) -> None:
         """The start is over: nothing is compiled from now on, and every attempt is counted."""
         for stage in self.stages.values():
@@ -127,6 +170,19 @@ class Compiler:
         self.report.seal()
         if self.plan is not None:
             forbid_compiling()
+
+    def planned(self) -> dict[str, Any]:
+        """What was declared, as JSON values: call sites by region, buckets by stage."""
+        return {
+            "regions": {
+                region.name: {"module": region.module, "calls": len(region.calls)}
+                for region in self.regions
+            },
+            "stages": {
+                name: [str(bucket) for bucket in stage.buckets]
+                for name, stage in self.stages.items()
+            },
+        }
 
     def _planned(self) -> Iterator[Call]:
         for stage in self.stages.values():

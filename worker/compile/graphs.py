@@ -67,7 +67,9 @@ class Buffers:
         on_gpu = device.type == "cuda"
         self._target = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
         self._sides = [
-            torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=True) if on_gpu else self._target
+            torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=n_bytes > 0)
+            if on_gpu
+            else self._target
             for _ in range(N_SIDES if on_gpu else 1)
         ]
         self._arrays = [
@@ -94,7 +96,7 @@ class Buffers:
 
     def send(self) -> None:
         """Copy what was filled in to the device."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not self._target.numel():
             return
         self._target.copy_(self._sides[self._side], non_blocking=True)
         was_read = self._was_read[self._side]
@@ -182,12 +184,16 @@ class Call:
 
     def capture(self, capture: Capture) -> None:
         """Replace the function by its graph. The compiled parts must have run before."""
-        self.graph, self._outputs = None, ()
+        self.drop_graph()
         for _ in range(N_WARM_RUNS):
             self.compute()
         self.graph, self._outputs = capture(self.compute)
         self._places = self.stage.places()
         self.stage.counts.captures += 1
+
+    def drop_graph(self) -> None:
+        """Call the function itself from now on."""
+        self.graph, self._outputs = None, ()
 
 
 class StaleGraph(RuntimeError):

@@ -9,23 +9,24 @@ dimensions that vary, and a switch.
 from __future__ import annotations
 
 import functools
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import _dynamo
+from torch import Tensor, _dynamo
+from torch._inductor import config as inductor_config
 
+from shared.config import COMPILE_MODULES
 from worker.compile.report import Compilation, CompileReport
-
-MODULES = ("llm", "tts", "vpm", "resampler", "apm", "flow", "vocoder", "heads")
-"""What `compile.modules` may name."""
-ENCODERS = frozenset({"vpm", "resampler", "apm"})
-"""What `compile.encoders` switches off together."""
 
 GRAPHS_PER_FUNCTION = 64
 """Regions of one class share their code object, and with it the compiler's limit of graphs."""
+
+GPU_MATMUL_PRECISION = "high"
+"""TF32 for what is in float32 there: sums, and the voice."""
 
 _RECOMPILE = "Detected recompile"
 """How the message of the stance `fail_on_recompile` begins."""
@@ -51,7 +52,7 @@ class Region:
 
     Args:
         name: such as "llm.decode"; for reports.
-        module: one of `MODULES`.
+        module: one of `COMPILE_MODULES`.
         calls: call sites, one per layer; compiled callables take their places.
         dims: what varies. With any, one graph serves all sizes (besides 1, which always has its
             own); without, every size that occurs gets a graph of its own.
@@ -70,7 +71,7 @@ class CompilePlan:
     """What a configuration says about compiling."""
 
     mode: Literal["default", "max-autotune"] = "default"
-    modules: frozenset[str] = frozenset(MODULES)
+    modules: frozenset[str] = frozenset(COMPILE_MODULES)
     dynamic: bool = True
     """False: no graph serves several sizes."""
     backend: str = "inductor"
@@ -105,10 +106,27 @@ def compile_region(region: Region, plan: CompilePlan, report: CompileReport) -> 
         region.calls[index] = CompiledCall(region.name, function, compiled, plan, report)
 
 
+def restore_region(region: Region) -> None:
+    """Put the eager callables back to the call sites of a region."""
+    region.calls[:] = [
+        call.eager if isinstance(call, CompiledCall) else call for call in region.calls
+    ]
+
+
+def fix_sizes(tensors: Iterable[Tensor]) -> None:
+    """Make the sizes of caches constants of every graph that reads them.
+
+    A region with `dims` would take them for sizes that vary, and those that are equal when it is
+    compiled for one and the same: as many slots as rows, until the next batch.
+    """
+    for tensor in tensors:
+        _dynamo.mark_static(tensor)
+
+
 class CompiledCall:
     """A compiled callable that notices when the compiler has to work, and forbids it later."""
 
-    __slots__ = ("_compiled", "_eager", "_forbids", "_region", "_report")
+    __slots__ = ("_compiled", "_forbids", "_region", "_report", "eager")
 
     def __init__(
         self,
@@ -119,7 +137,7 @@ class CompiledCall:
         report: CompileReport,
     ) -> None:
         self._region = region
-        self._eager = eager
+        self.eager = eager
         self._compiled = compiled
         self._forbids = plan.on_recompile == "fail"
         self._report = report
@@ -137,15 +155,16 @@ class CompiledCall:
             self._report.fell_back(self._region, reason)
             if self._forbids:
                 raise RecompileAfterStart(f"{self._region}: {reason}") from error
-        return self._eager(*arguments)
+        return self.eager(*arguments)
 
     def _watched(self, arguments: tuple[Any, ...]) -> Any:
         """Call, and book what the compiler did meanwhile."""
-        n_graphs, began_at = Compilation.now().graphs, time.perf_counter()
+        before, began_at = Compilation.now(), time.perf_counter()
         result = self._compiled(*arguments)
-        n_new = Compilation.now().graphs - n_graphs
-        if n_new:
-            self._report.region_graphs[self._region] += n_new
+        now = Compilation.now()
+        if now.graphs > before.graphs:
+            self._report.region_graphs[self._region] += now.graphs - before.graphs
+            self._report.region_hits[self._region] += now.fx_hits - before.fx_hits
             self._report.region_seconds[self._region] += time.perf_counter() - began_at
         return result
 
@@ -164,7 +183,11 @@ def prepare_thread(device: torch.device) -> None:
     """
     torch.set_num_threads(1)
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision(GPU_MATMUL_PRECISION)
+    n_processes = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
+    if n_processes:
+        # The compiler has read it when it was imported; whoever opened a cache has set it since.
+        inductor_config.compile_threads = int(n_processes)
     _dynamo.config.recompile_limit = GRAPHS_PER_FUNCTION
     _dynamo.config.accumulated_recompile_limit = 16 * GRAPHS_PER_FUNCTION
     _dynamo.config.fail_on_recompile_limit_hit = True

@@ -54,6 +54,8 @@ class CompileReport:
     """By stage name; the stages' own objects."""
     region_graphs: Counter[str] = field(default_factory=Counter)
     """Graphs that were made while a region was called, by region."""
+    region_hits: Counter[str] = field(default_factory=Counter)
+    """Of them, those that the cache had."""
     region_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Time of the calls that made graphs, by region."""
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -95,6 +97,9 @@ class CompileReport:
     def counts(self) -> Mapping[str, Any]:
         """Everything that can be counted, as JSON values."""
         now = Compilation.now()
+        # Copies: stages are declared and regions counted on the thread that starts the worker.
+        named, regions = dict(self.stages), {*self.region_graphs, *self.fallbacks}
+        stages = named.values()
         return {
             "graphs": now.graphs,
             "fx_hits": now.fx_hits,
@@ -105,20 +110,21 @@ class CompileReport:
             "recompiles_after_idle": self.recompiles_after_idle,
             "eager_fallbacks": self.n_fallbacks,
             "fallback_reasons": dict(self.reasons),
-            "stage_runs": sum(one.runs for one in self.stages.values()),
-            "captured_replays": sum(one.replays for one in self.stages.values()),
-            "captures": sum(one.captures for one in self.stages.values()),
+            "stage_runs": sum(one.runs for one in stages),
+            "captured_replays": sum(one.replays for one in stages),
+            "captures": sum(one.captures for one in stages),
             "graph_pool_bytes": self.graph_pool_bytes,
             "regions": {
                 name: {
                     "graphs": self.region_graphs[name],
+                    "hits": self.region_hits[name],
                     "seconds": round(self.region_seconds[name], 2),
                     "fallbacks": self.fallbacks[name],
                 }
-                for name in sorted({*self.region_graphs, *self.fallbacks})
+                for name in sorted(regions)
             },
             "stages": {
                 name: {"runs": one.runs, "replays": one.replays, "captures": one.captures}
-                for name, one in self.stages.items()
+                for name, one in named.items()
             },
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,3 +105,11 @@ class DuplexModel(OpRunner, Protocol):
 
     def end(self, state: Any) -> None:
         """Clean the slot (caches to a state nobody can see). Called once no program is left."""
+
+
+@runtime_checkable
+class CanTalk(Protocol):
+    """A back end that can be made to speak, so that a start is sure to have spoken once."""
+
+    def talkative_state(self, slot: int) -> Any:
+        """Return a state as of `new_state` whose every unit speaks, whatever it hears."""

@@ -9,21 +9,23 @@ slot dimension) and a whole clip. Deliberate differences from the reference: fra
 between the projector's two matrices, which is the same and leaves the second one a fifth of the
 rows; the pieces of a clip over 30 s run one by one, and padding is not attended to.
 
-A cache position that has not been written may hold anything, even NaN: it is masked out of the
-scores, and its values are replaced by zero before they are multiplied with a zero probability.
+A cache position that has not been written may hold anything, even NaN (`attention.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.nn.decoder import Rows
+from worker.nn.attention import ExactRows, LiveRows, Reader, Rows, Span, has_kernels
 from worker.nn.whisper import POSITIONS_PER_S, EncoderLayer
+
+StreamCall = Callable[[Tensor, Tensor, Tensor, "StreamStep"], Tensor]
+"""Signature of `AudioLayer.stream`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,7 @@ class StreamStep:
     """Cache row of each row, `[B]`."""
     positions: Tensor
     """Where the new frames go, `[B, N]`."""
-    visible: Tensor
-    """Positions up to the row's newest one, bool `[B, 1, 1, S]`."""
-    rows: Rows | None
+    reader: Reader
 
 
 class AudioLayer(EncoderLayer):
@@ -119,30 +119,29 @@ class AudioLayer(EncoderLayer):
 
     def stream(self, x: Tensor, keys: Tensor, values: Tensor, step: StreamStep) -> Tensor:
         """New frames of each row, `[B, N, D]` -> `[B, N, D]`; writes their keys and values."""
-        q, k, v = self.attn.project(self.attn_norm(x))
+        q, k, v = (heads.transpose(1, 2) for heads in self.attn.project(self.attn_norm(x)))
         # Index tensors on both sides of the head dimension move it behind them: [B, N, H, d].
-        keys[step.slots[:, None], :, step.positions] = k.transpose(1, 2)
-        values[step.slots[:, None], :, step.positions] = v.transpose(1, 2)
-        return self.close(x, read_cache(q, keys, values, step))
+        keys[step.slots[:, None], :, step.positions] = k
+        values[step.slots[:, None], :, step.positions] = v
+        return self.close(x, step.reader.read(q, keys, values).transpose(1, 2))
 
 
-def read_cache(q: Tensor, keys: Tensor, values: Tensor, step: StreamStep) -> Tensor:
-    """Attention of queries `[B, H, N, d]` over what their slots hold; `[B, H, N, d]`."""
-    if step.rows is None:
-        span = step.visible.shape[-1]
-        dead = ~step.visible.transpose(2, 3)  # [B, 1, S, 1]
-        k = keys[:, :, :span].index_select(0, step.slots).masked_fill(dead, 0.0)
-        v = values[:, :, :span].index_select(0, step.slots).masked_fill(dead, 0.0)
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=step.visible)
-    parts = [
-        functional.scaled_dot_product_attention(
-            q[row : row + 1],
-            keys[slot : slot + 1, :, :length],
-            values[slot : slot + 1, :, :length],
-        )
-        for row, (slot, length) in enumerate(zip(step.rows.slots, step.rows.lengths, strict=True))
-    ]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+def choose_reader(slots: Tensor, positions: Tensor, reach: Rows | int) -> Reader:
+    """Return how a second's frames, all of which see up to the newest one, read the caches.
+
+    Args:
+        slots: `[B]`.
+        positions: `[B, N]`. The last position of a cache is not among them, which the kernel
+            would take for padding: a stream starts again before (`reset_due`).
+        reach: exact rows, or a span larger than every position.
+    """
+    if isinstance(reach, Rows):
+        return ExactRows(reach, None)
+    newest = positions[:, -1:]
+    if has_kernels(positions):
+        return LiveRows(slots, newest.expand_as(positions).contiguous())
+    visible = torch.arange(reach, device=positions.device) <= newest  # [B, S]
+    return Span(slots, visible[:, None, None], ~visible[:, None, :, None])
 
 
 def chunk_mask(n_frames: int, chunk_frames: int, device: torch.device) -> Tensor:
@@ -161,12 +160,15 @@ class AudioEncoder(nn.Module):
         self.conv1 = nn.Conv1d(config.n_mels, width, 3, padding=1)
         self.conv2 = nn.Conv1d(width, width, 3, stride=2, padding=1)
         self.positions = nn.Parameter(torch.zeros(config.max_positions, width))
-        self.layers = nn.ModuleList(
+        layers = [
             AudioLayer(width, config.n_heads, config.ffn_size) for _ in range(config.n_layers)
-        )
+        ]
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(width)
         self.linear1 = nn.Linear(width, config.llm_dim)
         self.linear2 = nn.Linear(config.llm_dim, config.llm_dim)
+        self.stream_calls: list[StreamCall] = [layer.stream for layer in layers]
+        """The call site of every layer in a stream; compiled regions take their places."""
 
     def stream(
         self,
@@ -191,20 +193,18 @@ class AudioEncoder(nn.Module):
             is_first: whether `mel` is the very start of the streams, without frames from before
                 (false after a reset).
             reach: exact slots and live lengths (`past + N`) for a CPU; or a span, a number of
-                positions that covers every row's length; None = all positions.
+                positions that covers every row's length; None = all positions. Where there are
+                kernels, a span of any size reads what is live.
         """
         x = self._convolve(mel)[:, 0 if is_first else 1 : -1]
         positions = past[:, None] + torch.arange(x.shape[1], device=x.device)  # [B, N]
         x = x + self.positions[positions]
-        span = self.config.max_positions
-        if reach is not None:
-            span = reach if isinstance(reach, int) else max(reach.lengths)
-        seen = torch.arange(span, device=x.device) <= positions[:, -1:]
-        rows = reach if isinstance(reach, Rows) else None
-        step = StreamStep(slots, positions, seen[:, None, None], rows)
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            assert isinstance(layer, AudioLayer)
-            x = layer.stream(x, keys, values, step)
+        reader = choose_reader(
+            slots, positions, self.config.max_positions if reach is None else reach
+        )
+        step = StreamStep(slots, positions, reader)
+        for layer, keys, values in zip(self.stream_calls, cache.keys, cache.values, strict=True):
+            x = layer(x, keys, values, step)
         return self._project(x)
 
     def encode_clip(

@@ -13,14 +13,13 @@ at each start; the default here is a shorter one from a fixed seed, used periodi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from worker.nn.hift import Hift, HiftConfig
 from worker.nn.legacy_vocoder import LegacyVocoder
-from worker.nn.vocoder import DELAY_FRAMES, Vocoder, noise_at
+from worker.nn.vocoder import DELAY_FRAMES, Reach, Vocoder, noise_at
 
 HISTORY_FRAMES = 31
 """Frames before a frame that its samples depend on."""
@@ -87,25 +86,23 @@ class CausalVocoder(Vocoder):
         n_source = min(max(0, n - self.hift.config.f0_look_right), self._source_frames)
         return {"mel": min(n, self.past_frames), "source": n_source * hop}
 
-    def _advance(
-        self, rows: Sequence[int], index: Tensor, window: Tensor, skip: int, is_last: bool
-    ) -> Tensor:
+    def _decode(self, rows: Tensor, window: Tensor, reach: Reach, is_last: bool) -> Tensor:
         config, hop = self.hift.config, self.hift.config.hop
-        n_new = window.shape[2] - self.past_frames
-        source, phase = self._new_source(rows, index, window, is_last)
-        source = torch.cat((self.source[index], source), dim=2)
-        self.source[index] = source[..., -self.source.shape[2] :]
-        self.phase[index] = phase
+        n_new, skip = window.shape[2] - self.past_frames, self._skip(reach)
+        source, phase = self._new_source(rows, window, reach, is_last)
+        source = torch.cat((self.source.index_select(0, rows), source), dim=2)
+        self.source.index_copy_(0, rows, source[..., -self.source.shape[2] :])
+        self.phase.index_copy_(0, rows, phase)
 
         mel = window[:, :, skip:] if is_last else window[:, :, skip : -config.f0_look_right]
-        start = self._start(rows, index, skip)
+        start = self._start(rows, reach, skip)
         samples = self.hift(mel, source[..., skip * hop :], start, is_final=is_last)
         samples = self._from_held_back(samples, skip)
         # The last frame misses what later frames add to the inverse transform.
         return samples if is_last else samples[:, : n_new * hop]
 
     def _new_source(
-        self, rows: Sequence[int], index: Tensor, window: Tensor, is_last: bool
+        self, rows: Tensor, window: Tensor, reach: Reach, is_last: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the source of the frames that got their F0 now, and the phase behind them.
 
@@ -114,10 +111,11 @@ class CausalVocoder(Vocoder):
         """
         f0_net = self.hift.f0
         offset = self._source_frames - f0_net.history
-        start = self._start(rows, index, offset)
+        start = self._start(rows, reach, offset)
         f0 = f0_net(window[:, :, offset:], start, is_final=is_last)[:, f0_net.history :].float()
-        first = (self.received[index] - f0_net.look_right) * self.hift.config.hop
-        return self._source(f0, self.phase[index], first)
+        received = self.received.index_select(0, rows)
+        first = (received - f0_net.look_right) * self.hift.config.hop
+        return self._source(f0, self.phase.index_select(0, rows), first)
 
     def _source(
         self, f0: Tensor, phase: Tensor | float, first: Tensor | int

@@ -6,11 +6,13 @@ penalty, nucleus, the k likeliest, the ban of the end code, softmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.nn.sampling import MIN_TEMPERATURE
@@ -66,6 +68,26 @@ class CodeRows:
     """Length of the candidate lists, C; 0 if no row has filters."""
 
     @classmethod
+    def allocate(
+        cls, n_rows: int, n_steps: int, window: int, device: torch.device | str = "cpu"
+    ) -> CodeRows:
+        """Make room for `n_rows` rows, W = `window`; `fill_code_rows` gives it a meaning."""
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            numbers=zeros(n_rows, 4, dtype=torch.float32),
+            is_greedy=zeros(n_rows, dtype=torch.bool),
+            is_free=zeros(n_rows, dtype=torch.bool),
+            min_new=zeros(n_rows, dtype=torch.int64),
+            counted=zeros(n_rows, window, dtype=torch.bool),
+            draws=zeros(n_rows, n_steps, dtype=torch.float64),
+            recent=zeros(n_rows, window, dtype=torch.int64),
+            n_candidates=0,
+        )
+
+    @classmethod
     def build(
         cls,
         settings: Sequence[CodeSampling],
@@ -80,59 +102,87 @@ class CodeRows:
         """Put what the host knows into tensors on the device.
 
         Args:
-            settings, recent, draws, min_new, is_free: one entry per row; draws may be shorter
-                than the run where a row ends before it.
-            n_codes: columns of the logits, the end code included.
+            settings, recent, draws, min_new, is_free, n_codes: as in `fill_code_rows`.
             n_steps: draws of the run.
         """
-        width = max(1, *(s.window for s in settings))
-        latest = np.full((len(settings), width), n_codes, dtype=np.int64)
-        counted = np.zeros((len(settings), width), dtype=bool)
-        uniforms = np.zeros((len(settings), n_steps), dtype=np.float64)
-        for row, (setting, said, row_draws) in enumerate(zip(settings, recent, draws, strict=True)):
-            tail = list(said)[-width:]
-            latest[row, width - len(tail) :] = tail
-            counted[row, width - setting.window :] = True
-            uniforms[row, : len(row_draws)] = row_draws[:n_steps]
-        kept = [max(s.top_k, MIN_KEPT) if s.top_k > 0 else n_codes for s in settings]
-        numbers = np.array(
-            [
-                (
-                    max(s.temperature, MIN_TEMPERATURE),
-                    s.repetition_penalty,
-                    s.top_p if 0.0 < s.top_p < 1.0 else np.inf,
-                    k,
-                )
-                for s, k in zip(settings, kept, strict=True)
-            ],
-            dtype=np.float32,
-        )
-        longest = max((k for s, k in zip(settings, kept, strict=True) if s.has_filters), default=0)
-        return cls(
-            numbers=to_device(numbers, device),
-            is_greedy=to_device(np.array([s.is_greedy for s in settings]), device),
-            is_free=to_device(np.array(is_free, dtype=bool), device),
-            min_new=to_device(np.array(min_new, dtype=np.int64), device),
-            counted=to_device(counted, device),
-            draws=to_device(uniforms, device),
-            recent=to_device(latest, device),
-            n_candidates=min(longest, n_codes),
-        )
+        host = cls.allocate(len(settings), n_steps, max(1, *(s.window for s in settings)))
+        arrays = {name: tensor.numpy() for name, tensor in host.tensors().items()}
+        fill_code_rows(arrays, settings, recent, draws, min_new, is_free, n_codes)
+        made: dict[str, Any] = {name: to_device(array, device) for name, array in arrays.items()}
+        return cls(**made, n_candidates=longest_list(settings, n_codes))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything besides the length of the lists, by name, in the order of the fields."""
+        return {one.name: getattr(self, one.name) for one in fields(self)[:-1]}
 
 
-def code_probabilities(logits: Tensor, rows: CodeRows, recent: Tensor, step: int) -> Tensor:
+def fill_code_rows(
+    arrays: Mapping[str, NDArray[Any]],
+    settings: Sequence[CodeSampling],
+    recent: Sequence[Sequence[int]],
+    draws: Sequence[Sequence[float]],
+    min_new: Sequence[int],
+    is_free: Sequence[bool],
+    n_codes: int,
+) -> None:
+    """Write what rows are drawn with; what the arrays hold besides becomes harmless padding.
+
+    Args:
+        arrays: those of `CodeRows.tensors`, for as many rows or more.
+        settings, recent, draws, min_new, is_free: one entry per row; draws may be shorter than the
+            run where a row ends before it, and more than it are ignored.
+        n_codes: columns of the logits, the end code included.
+    """
+    n, width = len(settings), arrays["recent"].shape[1]
+    arrays["numbers"][n:] = 1.0
+    arrays["recent"][:] = n_codes
+    for name in ("is_greedy", "is_free", "min_new", "counted", "draws"):
+        arrays[name][:] = 0
+    arrays["is_greedy"][:n] = [s.is_greedy for s in settings]
+    arrays["is_free"][:n] = is_free
+    arrays["min_new"][:n] = min_new
+    arrays["numbers"][:n] = [
+        (
+            max(s.temperature, MIN_TEMPERATURE),
+            s.repetition_penalty,
+            s.top_p if 0.0 < s.top_p < 1.0 else np.inf,
+            _n_kept(s, n_codes),
+        )
+        for s in settings
+    ]
+    n_steps = arrays["draws"].shape[1]
+    for row, (setting, said, row_draws) in enumerate(zip(settings, recent, draws, strict=True)):
+        tail = said[-width:]
+        arrays["recent"][row, width - len(tail) :] = tail
+        arrays["counted"][row, max(0, width - setting.window) :] = True
+        arrays["draws"][row, : len(row_draws)] = row_draws[:n_steps]
+
+
+def longest_list(settings: Sequence[CodeSampling], n_codes: int) -> int:
+    """Return how long the candidate lists of rows have to be; 0 if no row has filters."""
+    kept = (_n_kept(s, n_codes) for s in settings if s.has_filters)
+    return min(max(kept, default=0), n_codes)
+
+
+def _n_kept(setting: CodeSampling, n_codes: int) -> int:
+    return max(setting.top_k, MIN_KEPT) if setting.top_k > 0 else n_codes
+
+
+def code_probabilities(
+    logits: Tensor, rows: CodeRows, recent: Tensor, step: int | Tensor
+) -> Tensor:
     """Return the distribution of draw number `step` of a run, fp32 `[B, V]`.
 
     Args:
         logits: `[B, V]`; the last column is the end code.
         recent: the latest codes, int64 `[B, W]`, as in `CodeRows.recent`.
+        step: a number, or int64 `[1]` where the host does not count.
     """
     scaled = logits.float() / rows.numbers[:, 0, None]
     out = penalise_codes(scaled, recent, rows.counted, rows.numbers[:, 1, None])
     if rows.n_candidates:
         out = filter_codes(out, rows)
-    if step == 0:
-        out = torch.where(rows.is_free[:, None], scaled, out)
+    out = torch.where((rows.is_free & (step == 0))[:, None], scaled, out)
     banned = (rows.min_new > step)[:, None]
     out = torch.cat((out[:, :-1], out[:, -1:].masked_fill(banned, -torch.inf)), dim=-1)
     return out.softmax(dim=-1)
@@ -169,7 +219,12 @@ def filter_codes(logits: Tensor, rows: CodeRows) -> Tensor:
     return logits.masked_fill(~(kept | is_open), -torch.inf)
 
 
-def draw_codes(probabilities: Tensor, rows: CodeRows, step: int) -> Tensor:
+def draw_codes(probabilities: Tensor, rows: CodeRows, step: int | Tensor) -> Tensor:
     """Take draw number `step` from `[B, V]`, or the likeliest code in greedy rows; int64 `[B]`."""
-    drawn = draw_index(probabilities, rows.draws[:, step])
-    return torch.where(rows.is_greedy, probabilities.argmax(dim=-1), drawn)
+    if isinstance(step, Tensor):  # as an index it would be read back
+        draws = rows.draws.index_select(1, step)[:, 0]
+    else:
+        draws = rows.draws[:, step]
+    return torch.where(
+        rows.is_greedy, probabilities.argmax(dim=-1), draw_index(probabilities, draws)
+    )

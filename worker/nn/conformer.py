@@ -75,6 +75,9 @@ class ConformerCache:
     """Latest input of the upsampling convolution, `[rows, 4, D]`."""
     ratios: tuple[int, ...]
     """Mel frames an entry of the block's list stands for."""
+    stacks: tuple[tuple[Tensor, int], ...]
+    """The memory of all keys and values, `[block, rows, H, C, d]`, and its ratio: what a row holds
+    is a slice of few tensors."""
     max_chunk_frames: int
     distances: list[Tensor] = field(default_factory=list)
     """`Conformer.distance_keys` for these sizes, from the first call on."""
@@ -90,18 +93,26 @@ class ConformerCache:
         device: torch.device | str = "cpu",
     ) -> ConformerCache:
         head_dim, frames = config.width // config.n_heads, max_prompt_frames + TAIL_FRAMES
-        ratios = (FRAMES_PER_TOKEN,) * config.n_blocks + (1,) * config.n_up_blocks
-        lengths = [frames // ratio for ratio in ratios]
+        blocks = {FRAMES_PER_TOKEN: config.n_blocks, 1: config.n_up_blocks}
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(n_rows, *shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
+        def lists() -> dict[int, Tensor]:
+            return {
+                ratio: zeros(n, n_rows, config.n_heads, frames // ratio, head_dim)
+                for ratio, n in blocks.items()
+            }
+
+        keys, values = lists(), lists()
         return cls(
-            keys=tuple(zeros(config.n_heads, length, head_dim) for length in lengths),
-            values=tuple(zeros(config.n_heads, length, head_dim) for length in lengths),
-            ahead=zeros(2, config.width),
-            up=zeros(2 * config.up_stride, config.width),
-            ratios=ratios,
+            # Sliced once, here: a compiled block would copy the stack to write into a slice of it.
+            keys=tuple(one for stack in keys.values() for one in stack.unbind()),
+            values=tuple(one for stack in values.values() for one in stack.unbind()),
+            ahead=zeros(n_rows, 2, config.width),
+            up=zeros(n_rows, 2 * config.up_stride, config.width),
+            ratios=tuple(ratio for ratio, n in blocks.items() for _ in range(n)),
+            stacks=tuple((made[ratio], ratio) for made in (keys, values) for ratio in blocks),
             max_chunk_frames=max_chunk_frames,
         )
 
@@ -188,16 +199,22 @@ class RelativeAttention(nn.Module):
         if memory.cached is not None:
             keys, values, span = memory.cached
             k, v, visible = append(keys, k, span), append(values, v, span), span.visible
-        mixed, n_keys = [], k.shape[2]
-        for start in range(0, n, QUERY_BLOCK):
-            block = q[:, :, start : start + QUERY_BLOCK]
-            bias = self._distance_scores(block, memory.distances, n_keys, n_keys - n, start)
+        n_past = k.shape[2] - n
+
+        def mix(block: Tensor, start: int) -> Tensor:
+            bias = self._distance_scores(block, memory.distances, n_past + n, n_past, start)
             if visible is not None:
                 bias = bias.masked_fill(~visible, -math.inf)
-            block = block + self.content_bias[:, None]
-            mixed.append(attend(block, k, v, bias))
-        joined = torch.cat(mixed, dim=2) if len(mixed) > 1 else mixed[0]
-        return self.out(joined.transpose(1, 2).flatten(2))
+            return attend(block + self.content_bias[:, None], k, v, bias)
+
+        if n <= QUERY_BLOCK:  # a loop would be compiled anew for each n
+            mixed = mix(q, 0)
+        else:
+            starts = range(0, n, QUERY_BLOCK)
+            mixed = torch.cat(
+                [mix(q[:, :, start : start + QUERY_BLOCK], start) for start in starts], dim=2
+            )
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _distance_scores(
         self, q: Tensor, distances: Tensor, n_keys: int, n_past: int, start: int
@@ -283,7 +300,9 @@ class Conformer(nn.Module):
         self.block_calls: list[Callable[[Tensor, Memory], Tensor]] = [
             block.forward for block in (*self.blocks, *self.up_blocks)
         ]
-        """All blocks in order; compiled regions take their places."""
+        """All blocks in order, for prompts and whole utterances, whose lengths have no bounds."""
+        self.stream_calls = list(self.block_calls)
+        """The same for chunks; compiled regions take their places."""
 
     def forward(
         self,
@@ -291,12 +310,14 @@ class Conformer(nn.Module):
         is_last: bool,
         cache: ConformerCache | None = None,
         rows: Rows | None = None,
+        is_chunk: bool = False,
     ) -> Tensor:
         """Encode embedded tokens; return `[B, 2 N, D]`.
 
         Args:
             x: `[B, N + n_lookahead, input_size]`, or `[B, N, input_size]` of a last chunk.
             cache, rows: what came before, and is carried on. None: a whole utterance.
+            is_chunk: of a turn; N is one of the few numbers of tokens that chunks have.
         """
         x = self.embed(x)
         if is_last:
@@ -312,11 +333,12 @@ class Conformer(nn.Module):
 
         x = x[:, :n] + self.ahead2(resume(seen, self.ahead2.n_before, before, index))
         n_blocks = self.config.n_blocks
-        for call, memory in zip(self.block_calls[:n_blocks], memories[:n_blocks], strict=True):
+        calls = self.stream_calls if is_chunk else self.block_calls
+        for call, memory in zip(calls[:n_blocks], memories[:n_blocks], strict=True):
             x = call(x, memory)
         x = x.repeat_interleave(FRAMES_PER_TOKEN, dim=1)
         x = self.up_embed(self.up_conv(resume(x, self.up_conv.n_before, before_up, index)))
-        for call, memory in zip(self.block_calls[n_blocks:], memories[n_blocks:], strict=True):
+        for call, memory in zip(calls[n_blocks:], memories[n_blocks:], strict=True):
             x = call(x, memory)
         return self.norm(x)
 

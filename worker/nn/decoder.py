@@ -24,6 +24,8 @@ from worker.nn.attention import HAS_TRITON, Reader, Rows, choose_reader, has_ker
 
 if HAS_TRITON:
     from worker.nn.kernels.decode_attention import decode_attention
+    from worker.nn.kernels.decode_linear import linear, linear_add, norm_gate_up, norm_linear
+    from worker.nn.kernels.parts import can_overlap
 
 __all__ = [
     "Decoder",
@@ -38,6 +40,7 @@ __all__ = [
     "decoder_weights",
     "rotary_table",
     "rotate",
+    "row_linear",
     "stack_weights",
     "turn_keys",
 ]
@@ -101,14 +104,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
-def turn_keys(keys: Tensor, delta: int, theta: float) -> Tensor:
+def turn_keys(keys: Tensor, delta: int | Tensor, theta: float) -> Tensor:
     """Return cached keys `[..., d]` as they would be `delta` positions later.
 
     Rotations add up, so this is one rotation by the difference, in fp32. (MiniCPM-o 4.5 reference,
     `realign_rotary_suffix`, turns back and forth in the dtype of the cache, which loses digits.)
+
+    Args:
+        delta: a number, or int64 `[1]` on the device.
     """
-    place = torch.full((1, 1), delta, device=keys.device)
-    cos, sin = rotary_table(place, keys.shape[-1], theta)  # [1, 1, 1, d]
+    if isinstance(delta, int):
+        delta = torch.full((1,), delta, device=keys.device)
+    cos, sin = rotary_table(delta[None], keys.shape[-1], theta)  # [1, 1, 1, d]
     return rotate(keys, cos.flatten(), sin.flatten())
 
 
@@ -137,17 +144,39 @@ class DecoderLayer(nn.Module):
         gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
         return x + self.down(functional.silu(gate) * up)
 
+    def decode_row(self, x: Tensor, keys: Tensor, values: Tensor, step: Step | LiveStep) -> Tensor:
+        """Do what `forward` does, for one token of one row `[1, 1, D]` and with kernels only.
+
+        They have the norms and sums in them and overlap, which compiled code cannot do. (The
+        matrices of several rows are better off in `forward`, compiled.)
+        """
+        assert isinstance(step, LiveStep), "kernels do this"
+        overlaps = can_overlap(x.device)
+        row = x[0]  # [1, D]
+        norm = self.attn_norm
+        heads = norm_linear(row, norm.weight, norm.eps, self.qkv.weight, overlaps)
+        mixed = self._mix(heads.view(1, -1, self.head_dim), keys, values, step, overlaps)
+        row = linear_add(mixed.view(1, -1), self.out.weight, row, overlaps)
+        norm = self.ffn_norm
+        gated = norm_gate_up(row, norm.weight, norm.eps, self.gate_up.weight, overlaps)
+        return linear_add(gated, self.down.weight, row, overlaps)[None]
+
+    def _mix(
+        self, heads: Tensor, keys: Tensor, values: Tensor, step: LiveStep, overlaps: bool = False
+    ) -> Tensor:
+        """Attention `[B, H, d]` of one token of each row, heads `[B, H + 2 K, d]`."""
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return decode_attention(
+            heads, norms, step.table, keys, values, step.slots, step.positions, overlaps
+        )
+
     def _attend(self, x: Tensor, keys: Tensor, values: Tensor, step: Step | LiveStep) -> Tensor:
         b, n, _ = x.shape
         heads = self.qkv(x).view(b, n, -1, self.head_dim)  # [B, N, H + 2 K, d]
         if isinstance(step, LiveStep):
-            norms = None
-            if self.q_norm is not None and self.k_norm is not None:
-                norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-            mixed = decode_attention(
-                heads[:, 0], norms, step.table, keys, values, step.slots, step.positions
-            )
-            return self.out(mixed.reshape(b, 1, -1))
+            return self.out(self._mix(heads[:, 0], keys, values, step).reshape(b, 1, -1))
         turning, v = heads.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             # Every head by itself, so queries and keys need one pass; only the weights differ.
@@ -271,12 +300,36 @@ class KvCache:
         Keys are turned by the difference (`turn_keys`), values are only copied. Several moves
         add up one rounding of the cache's dtype each.
         """
-        assert 0 <= start <= end <= self.n_tokens, (start, end)
-        assert 0 <= target <= self.n_tokens - (end - start), (start, end, target)
+        self.check_block(start, end - start, target)
         stop = target + end - start
         for keys, values in zip(self.keys, self.values, strict=True):
             keys[slot, :, target:stop] = turn_keys(keys[slot, :, start:end], target - start, theta)
             values[slot, :, target:stop] = values[slot, :, start:end].clone()
+
+    def check_block(self, start: int, length: int, target: int) -> None:
+        """Assert that a block lies within a slot, here and there."""
+        block = (start, length, target)
+        assert 0 <= start <= start + length <= self.n_tokens, block
+        assert 0 <= target <= self.n_tokens - length, block
+
+    def move_block(self, block: Tensor, theta: float) -> None:
+        """Do what `move` does, with nothing of it known to the host.
+
+        Every position of the slot is read and written; what lies behind the block goes to the
+        spare one.
+
+        Args:
+            block: slot, first position, length, target, int64 `[4]` on the cache's device; of
+                length 0, nothing moves.
+        """
+        slot, start, length, target = block.split(1)
+        index = torch.arange(self.n_tokens, device=block.device)
+        source = (start + index).clamp(max=self.spare)
+        goal = torch.where(index < length, target + index, self.spare)
+        for keys, values in zip(self.keys, self.values, strict=True):
+            # Index tensors on both sides of the head dimension move it behind them: [T, K, d].
+            keys[slot, :, goal] = turn_keys(keys[slot, :, source], target - start, theta)
+            values[slot, :, goal] = values[slot, :, source]
 
 
 class DecoderStack(nn.Module):
@@ -290,11 +343,14 @@ class DecoderStack(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.n_layers))
+        layers = [DecoderLayer(config) for _ in range(config.n_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm(config.hidden_size, config.norm_eps)
-        self.prefill_layers: list[LayerCall] = [layer.forward for layer in self.layers]
-        self.decode_layers: list[LayerCall] = [layer.forward for layer in self.layers]
+        self.prefill_layers: list[LayerCall] = [layer.forward for layer in layers]
+        self.decode_layers: list[LayerCall] = [layer.forward for layer in layers]
         """The two call sites of every layer; compiled regions take their places."""
+        self.row_layers: list[LayerCall] = [layer.decode_row for layer in layers]
+        """The call site of a decode step of one row where there are kernels; no region."""
 
     def feed(
         self, cache: KvCache, x: Tensor, slots: Tensor, positions: Tensor, reach: Rows | int
@@ -311,8 +367,17 @@ class DecoderStack(nn.Module):
             reach: exact rows, each with a token at least; or a span larger than every position
                 of a token.
         """
+        return self.norm(self.run(cache, x, slots, positions, reach))
+
+    def run(
+        self, cache: KvCache, x: Tensor, slots: Tensor, positions: Tensor, reach: Rows | int
+    ) -> Tensor:
+        """Feed embeddings like `feed`; return the states before the closing norm, `[B, N, D]`.
+
+        For those who need few of them normed, or the norm as a part of what follows.
+        """
         layers = self.decode_layers if x.shape[1] == 1 else self.prefill_layers
-        return self.norm(self._run(layers, cache, x, slots, positions, reach))
+        return self._run(layers, cache, x, slots, positions, reach)
 
     def _run(
         self,
@@ -324,6 +389,8 @@ class DecoderStack(nn.Module):
         reach: Rows | int,
     ) -> Tensor:
         step = self._begin(cache, slots, positions, reach)
+        if isinstance(step, LiveStep) and x.shape[0] == 1:
+            layers = self.row_layers
         for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
             x = layer(x, keys, values, step)
         return x  # [B, N, D]
@@ -349,6 +416,10 @@ class Decoder(DecoderStack):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's logits `[B, V]` of states `[B, D]`."""
+        return row_linear(self.head, hidden)
 
     def prefill(
         self, cache: KvCache, tokens: Tensor, slot: Tensor, start: Tensor, reach: Rows | int
@@ -379,6 +450,18 @@ class Decoder(DecoderStack):
         """
         x = self.embed(tokens)[:, None]  # [B, 1, D]
         return self.feed(cache, x, slots, positions[:, None], reach)[:, 0]
+
+
+def row_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Return what a layer without bias makes of `[B, D]`; one row has a kernel on a GPU.
+
+    For heads: it launches without overlap, which large matrices hardly gain by, and so may be a
+    part of a compiled region (151748 x 4096 on an H200: 272 us instead of 386).
+    """
+    if x.shape[0] == 1 and has_kernels(x):
+        return linear(x, layer.weight)
+    made: Tensor = layer(x)
+    return made
 
 
 def decoder_weights(source: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:

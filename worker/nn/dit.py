@@ -63,6 +63,9 @@ class DitCache:
     first: tuple[tuple[Tensor, ...], ...]
     second: tuple[tuple[Tensor, ...], ...]
     """Latest input of the block's two convolutions, `[2 rows, 2, D]`."""
+    stacks: tuple[Tensor, Tensor, Tensor, Tensor]
+    """The memory of the four above, `[step, block, 2 rows, ...]`: what a row holds is a slice of
+    four tensors, not hundreds."""
 
     @classmethod
     def allocate(
@@ -78,15 +81,15 @@ class DitCache:
         n_slots = HELD_FRAMES + max_prompt_frames + max_chunk_frames
         n_slots += -n_slots % SLOT_MULTIPLE
 
-        def zeros(*shape: int) -> tuple[tuple[Tensor, ...], ...]:
-            full = (GUIDED * n_rows, *shape)
-            return tuple(
-                tuple(torch.zeros(full, dtype=dtype, device=device) for _ in range(config.depth))
-                for _ in range(n_steps)
-            )
+        def zeros(*shape: int) -> Tensor:
+            full = (n_steps, config.depth, GUIDED * n_rows, *shape)
+            return torch.zeros(full, dtype=dtype, device=device)
 
         kv = (config.n_heads, n_slots, config.head_dim)
-        return cls(zeros(*kv), zeros(*kv), zeros(2, config.width), zeros(2, config.width))
+        stacks = (zeros(*kv), zeros(*kv), zeros(2, config.width), zeros(2, config.width))
+        # Sliced once, here: a compiled block would copy the stack to write into a slice of it.
+        keys, values, first, second = (tuple(step.unbind() for step in stack) for stack in stacks)
+        return cls(keys, values, first, second, stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +230,9 @@ class Dit(nn.Module):
         self.block_calls: list[Callable[[Tensor, Tensor, BlockCache | None], Tensor]] = [
             block.forward for block in self.blocks
         ]
-        """All blocks in order; compiled regions take their places."""
+        """All blocks in order, for prompts and whole utterances, whose lengths have no bounds."""
+        self.stream_calls = list(self.block_calls)
+        """The same for chunks; compiled regions take their places."""
 
     def condition(self, mu: Tensor, speaker: Tensor, given: Tensor | None) -> Tensor:
         """Return what the conditions add to a frame's embedding, the same in all steps.
@@ -254,6 +259,7 @@ class Dit(nn.Module):
         step: int,
         cache: DitCache | None = None,
         window: Window | None = None,
+        is_chunk: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return velocities `[B, N, out_size]` with the condition, and without it.
 
@@ -262,11 +268,13 @@ class Dit(nn.Module):
             condition: `[2 B, N, D]`.
             step: which of the solver's steps this is.
             cache, window: what came before, and is carried on. None: a whole utterance.
+            is_chunk: of a turn; N is one of the few numbers of frames that chunks have.
         """
         by_x = self.embed.weight[:, : self.config.out_size]
         embedded = functional.linear(x.to(by_x.dtype), by_x)
         h = condition + embedded.repeat_interleave(GUIDED, dim=0)
-        for index, (block, call) in enumerate(zip(self.blocks, self.block_calls, strict=True)):
+        calls = self.stream_calls if is_chunk else self.block_calls
+        for index, (block, call) in enumerate(zip(self.blocks, calls, strict=True)):
             assert isinstance(block, DitBlock)
             block_cache = None
             if cache is not None and window is not None:

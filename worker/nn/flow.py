@@ -141,24 +141,31 @@ class FlowCache:
         the same, so a NaN of an earlier session must not stay; clearing it once a turn spares
         every layer of every step a cleaned copy of its keys and values.
         """
-        # Some 340 tensors of one dtype, for which a GPU needs a few kernels only.
-        torch._foreach_zero_([part for part in self._parts(row) if part.is_floating_point()])
+        torch._foreach_zero_(list(self._rest(row, n_frames)))
         torch._foreach_copy_(list(self._parts(row, n_frames)), list(base))
 
     def _parts(self, row: int, n_frames: int | None = None) -> Iterator[Tensor]:
         """Yield views of all that belongs to a row, or of what a prompt of `n_frames` fills."""
         encoder, dit, pair = self.encoder, self.dit, slice(GUIDED * row, GUIDED * (row + 1))
-        for tensor, ratio in zip((*encoder.keys, *encoder.values), encoder.ratios * 2, strict=True):
-            size = tensor.shape[2]
-            yield tensor[row, :, size - (size if n_frames is None else n_frames // ratio) :]
+        for stack, ratio in encoder.stacks:
+            size = stack.shape[3]
+            yield stack[:, row, :, size - (size if n_frames is None else n_frames // ratio) :]
         for tensor in (encoder.ahead, encoder.up, self.speaker):
             yield tensor[row]
-        for tensor in (t for blocks in (*dit.keys, *dit.values) for t in blocks):
-            yield tensor[pair, :, :n_frames]
-        for tensor in (t for blocks in (*dit.first, *dit.second) for t in blocks):
-            yield tensor[pair]
+        for stack in dit.stacks[:2]:
+            yield stack[:, :, pair, :, :n_frames]
+        for stack in dit.stacks[2:]:
+            yield stack[:, :, pair]
         yield self.prompt[row]
         yield self.seen[row]
+
+    def _rest(self, row: int, n_frames: int) -> Iterator[Tensor]:
+        """Yield views of what a prompt of `n_frames` leaves in a row."""
+        pair = slice(GUIDED * row, GUIDED * (row + 1))
+        for stack, ratio in self.encoder.stacks:
+            yield stack[:, row, :, : stack.shape[3] - n_frames // ratio]
+        for stack in self.dit.stacks[:2]:
+            yield stack[:, :, pair, :, n_frames:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +272,7 @@ class Flow(nn.Module):
         given = functional.pad(prompt_mel.to(mu.dtype), (0, 0, 0, mu.shape[1] - n_prompt))
         condition = self.dit.condition(mu, self._speaker(speaker)[None], given[None])
         start = torch.zeros(1, dtype=torch.int64, device=mu.device)
-        mel = self._solve(self._noise(start, mu.shape[1]), condition, None, None)
+        mel = self._solve(self._noise(start, mu.shape[1]), condition)
         return mel[0, n_prompt:].T
 
     def _advance(
@@ -273,24 +280,30 @@ class Flow(nn.Module):
     ) -> Tensor:
         prompt, seen = cache.prompt.index_select(0, rows), cache.seen.index_select(0, rows)
         known = Rows(rows, prompt, seen)
-        mu = self.mu(self.encoder(self.codes(codes), is_last, cache.encoder, known))
+        is_chunk = given is None  # else a prompt
+        mu = self.mu(self.encoder(self.codes(codes), is_last, cache.encoder, known, is_chunk))
         n_frames, n_slots = mu.shape[1], cache.dit.keys[0][0].shape[2]
         speaker = cache.speaker.index_select(0, rows).to(mu.dtype)
         condition = self.dit.condition(mu, speaker, given)
         # Once a cache is full this start stands still: every chunk begins with the same noise.
         noise = self._noise(torch.minimum(seen, prompt + TAIL_FRAMES), n_frames)
         window = rank_window(rows, prompt, seen, n_frames, n_slots)
-        mel = self._solve(noise, condition, cache.dit, window)
+        mel = self._solve(noise, condition, cache.dit, window, is_chunk)
         cache.seen.index_copy_(0, rows, seen + n_frames)
         return mel.transpose(1, 2)
 
     def _solve(
-        self, x: Tensor, condition: Tensor, cache: DitCache | None, window: Window | None
+        self,
+        x: Tensor,
+        condition: Tensor,
+        cache: DitCache | None = None,
+        window: Window | None = None,
+        is_chunk: bool = False,
     ) -> Tensor:
         """Carry noise `[B, N, output_size]` to the mel; the state stays in fp32."""
         times, rate = step_times(self.config.n_timesteps), self.config.cfg_rate
         for step, (now, then) in enumerate(pairwise(times)):
-            guided, free = self.dit(x, condition, step, cache, window)
+            guided, free = self.dit(x, condition, step, cache, window, is_chunk)
             x = x + (then - now) * ((1 + rate) * guided.float() - rate * free.float())
         return x
 

@@ -26,7 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.nn.hift_blocks import PaddedConv, ResBlock, Upsample, before, blank, same_padding
+from worker.nn.hift_blocks import (
+    POINTWISE,
+    PaddedConv,
+    ResBlock,
+    Upsample,
+    before,
+    blank,
+    same_padding,
+)
 
 WHOLE_HOP = 480
 """Samples of a mel frame: 24 kHz / 50 Hz. What tensor shapes alone do not tell."""
@@ -218,6 +226,8 @@ class Hift(nn.Module):
         self.f0 = F0Predictor(config)
         for name, tensor in transform_tables(config).items():
             self.register_buffer(name, tensor)
+        self.stream_calls = list(POINTWISE)
+        """For chunks, where `start` is given; compiled regions take their places."""
 
     def turns(self, f0: Tensor) -> Tensor:
         """Return how many turns each harmonic makes in each frame, fp64 `[B, F, H]`."""
@@ -274,13 +284,14 @@ class Hift(nn.Module):
         return self._samples(x, dead)
 
     def _stage(self, stage: int, x: Tensor, spectrum: Tensor, dead: Tensor | None) -> Tensor:
+        calls = POINTWISE if dead is None else self.stream_calls
         source = blank(self.source_downs[stage](spectrum), dead)
-        x = x + self.source_blocks[stage](source, dead)
+        x = x + self.source_blocks[stage](source, dead, calls)
         n = len(self.config.block_kernels)
         blocks = list(self.blocks)[stage * n : (stage + 1) * n]
-        mixed = blocks[0](x, dead)
+        mixed = blocks[0](x, dead, calls)
         for block in blocks[1:]:
-            mixed = mixed + block(x, dead)
+            mixed = mixed + block(x, dead, calls)
         return mixed / n
 
     def _source_spectrum(self, source: Tensor, n_frames: int, start: Tensor | None) -> Tensor:

@@ -5,6 +5,9 @@ All of them keep a row's begin: what lies before it is zero, as if the padding s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,6 +25,28 @@ def before(start: Tensor | None, per_frame: int, n: int) -> Tensor | None:
     return (torch.arange(n, device=start.device) < start[:, None] * per_frame)[:, None]
 
 
+def snake(x: Tensor, alpha: Tensor, dead: Tensor | None) -> Tensor:
+    """x + sin^2(a x) / a with one frequency a per channel (Ziyin et al. 2020).
+
+    Args:
+        x: `[B, C, N]`.
+        alpha: `[C, 1]`.
+        dead: positions that are zero before and after, bool `[B, 1, N]`.
+    """
+    x = blank(x, dead)
+    return x + (x * alpha).sin().square() / (alpha + 1e-9)
+
+
+def join(x: Tensor, y: Tensor, dead: Tensor | None) -> Tensor:
+    """x `[B, C, N]` and what a convolution made of it, which does not keep the zeros."""
+    return x + blank(y, dead)
+
+
+POINTWISE: Sequence[Callable[..., Any]] = (snake, join)
+"""What lies between the convolutions. Compiled they are one kernel each instead of seven and two;
+a net's twelve blocks share them, so two small graphs serve all."""
+
+
 class PaddedConv(nn.Conv1d):
     """A convolution with different padding on both sides."""
 
@@ -34,11 +59,13 @@ class PaddedConv(nn.Conv1d):
         stride: int = 1,
         dilation: int = 1,
     ) -> None:
-        super().__init__(n_in, n_out, kernel, stride, dilation=dilation)
-        self.sides = padding
+        left, right = padding
+        is_even = left == right  # then it needs no copy
+        super().__init__(n_in, n_out, kernel, stride, left if is_even else 0, dilation)
+        self.sides = (0, 0) if is_even else padding
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(functional.pad(x, self.sides))
+        return super().forward(functional.pad(x, self.sides) if any(self.sides) else x)
 
 
 def same_padding(kernel: int, dilation: int, is_causal: bool) -> tuple[int, int]:
@@ -48,15 +75,15 @@ def same_padding(kernel: int, dilation: int, is_causal: bool) -> tuple[int, int]
 
 
 class Snake(nn.Module):
-    """x + sin^2(a x) / a with one frequency per channel (Ziyin et al. 2020)."""
+    """Frequencies of a layer's channels."""
 
     def __init__(self, n_channels: int) -> None:
         super().__init__()
         self.alpha = nn.Parameter(torch.ones(n_channels))
 
-    def forward(self, x: Tensor) -> Tensor:
-        alpha = self.alpha[:, None]
-        return x + (x * alpha).sin().square() / (alpha + 1e-9)
+    def forward(self) -> Tensor:
+        """`[C, 1]`. A view, as a compiler takes a parameter's size for a constant."""
+        return self.alpha[:, None]
 
 
 class ResBlock(nn.Module):
@@ -76,14 +103,19 @@ class ResBlock(nn.Module):
         self.snakes1 = nn.ModuleList(Snake(n_channels) for _ in dilations)
         self.snakes2 = nn.ModuleList(Snake(n_channels) for _ in dilations)
 
-    def forward(self, x: Tensor, dead: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        dead: Tensor | None,
+        calls: Sequence[Callable[..., Any]] = POINTWISE,
+    ) -> Tensor:
         """`[B, C, N]` -> `[B, C, N]`; `x` is zero where `dead`."""
+        activate, add = calls
         for conv1, conv2, snake1, snake2 in zip(
             self.convs1, self.convs2, self.snakes1, self.snakes2, strict=True
         ):
-            # Snake keeps zero, a convolution does not (its bias, its right side).
-            inner = blank(conv1(snake1(x)), dead)
-            x = x + blank(conv2(snake2(inner)), dead)
+            inner = conv1(activate(x, snake1(), dead))
+            x = add(x, conv2(activate(inner, snake2(), dead)), dead)
         return x
 
 

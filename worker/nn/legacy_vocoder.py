@@ -13,14 +13,13 @@ noise is drawn anew in each call; here it is a fixed table that repeats.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from worker.nn.hift import Hift, HiftConfig
-from worker.nn.vocoder import DELAY_FRAMES, Vocoder, noise_at
+from worker.nn.vocoder import DELAY_FRAMES, Reach, Vocoder, noise_at
 
 NOISE_SEED = 45
 NOISE_S = 30
@@ -70,25 +69,25 @@ class LegacyVocoder(Vocoder):
         n_samples = n_frames * self.hift.config.hop
         return {"mel": n_frames, "source": n_samples, "speech": n_samples}
 
-    def _advance(
-        self, rows: Sequence[int], index: Tensor, window: Tensor, skip: int, is_last: bool
-    ) -> Tensor:
+    def _decode(self, rows: Tensor, window: Tensor, reach: Reach, is_last: bool) -> Tensor:
         n_new, hop = window.shape[2] - self.past_frames, self.hift.config.hop
-        n_overlap = self.past_frames * hop
-        window, start = window[:, :, skip:], self._start(rows, index, skip)
-        first = (self.received[index] - (self.past_frames - skip)) * hop  # of the window, [B]
+        n_overlap, skip = self.past_frames * hop, self._skip(reach)
+        window, start = window[:, :, skip:], self._start(rows, reach, skip)
+        received = self.received.index_select(0, rows)
+        first = (received - (self.past_frames - skip)) * hop  # of the window, [B]
         source = self.source_of(self.hift.f0(window, start), start, first)
-        is_old = (self.received[index] > 0)[:, None]
+        is_old = (received > 0)[:, None]
         if skip == 0:
-            kept = torch.where(is_old[:, None], self.source[index], source[..., :n_overlap])
+            old = self.source.index_select(0, rows)
+            kept = torch.where(is_old[:, None], old, source[..., :n_overlap])
             source = torch.cat((kept, source[..., n_overlap:]), dim=2)
         samples = self._from_held_back(self.hift(window, source, start), skip)
         # In a turn's first window these are the zeros before its begin.
         head, rest = samples[:, :n_overlap], samples[:, n_overlap:]
-        faded = head * self._rising + self.speech[index] * self._falling
+        faded = head * self._rising + self.speech.index_select(0, rows) * self._falling
         samples = torch.cat((torch.where(is_old, faded, head), rest), dim=1)
-        self.source[index] = self._last(source, n_overlap)
-        self.speech[index] = samples[:, -n_overlap:]
+        self.source.index_copy_(0, rows, self._last(source, n_overlap))
+        self.speech.index_copy_(0, rows, samples[:, -n_overlap:])
         return samples if is_last else samples[:, : n_new * hop]
 
     def _last(self, source: Tensor, n: int) -> Tensor:

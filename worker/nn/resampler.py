@@ -7,7 +7,7 @@ queries depend on no input, so they are kept after their norm and projection.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.nn.siglip import Grid, patch_mask
+from worker.nn.siglip import Grid, Grids, patch_mask
+
+ResamplerCall = Callable[[Tensor, Grids, Tensor], Tensor]
+"""Signature of `Resampler.padded`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Resampler(nn.Module):
         self.out = nn.Linear(width, width)
         self.out_norm = nn.LayerNorm(width, eps)
         self.head = nn.Linear(width, width, bias=False)
+        self.run_calls: list[ResamplerCall] = [self.padded]
+        """The call site of a whole pass; a compiled region takes its place."""
 
     def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Return `[B, n_queries, D]` of patch states `[B, N, vision_width]`.
@@ -80,7 +85,7 @@ class Resampler(nn.Module):
         length = self.config.max_side
         if longest > length:
             length = 1 << (longest - 1).bit_length()
-        table = axis_table(half, length, weight.dtype, weight.device)
+        table = self.axis_positions(length)
         different = grids if len(set(grids)) > 1 else grids[:1]
         made = weight.new_zeros(len(different), n, 2 * half)
         for row, (n_rows, n_columns) in enumerate(different):
@@ -88,6 +93,20 @@ class Resampler(nn.Module):
             places[..., :half] = table[:n_columns]
             places[..., half:] = table[:n_rows, None]
         return made
+
+    def padded(self, x: Tensor, grids: Grids, table: Tensor) -> Tensor:
+        """`forward` with everything in tensors, and no case in which nothing is padded.
+
+        Args:
+            table: `axis_positions` of as many patches as a side may have.
+        """
+        rows, columns, is_patch = grids.places(x.shape[1])
+        return self.run(x, torch.cat((table[columns], table[rows]), -1), is_patch)
+
+    def axis_positions(self, n: int) -> Tensor:
+        """Return what places 0 to n - 1 of one axis add to half a key, `[n, D / 2]`."""
+        weight = self.key.weight
+        return axis_table(self.config.llm_dim // 2, n, weight.dtype, weight.device)
 
     def run(self, x: Tensor, positions: Tensor, is_patch: Tensor | None) -> Tensor:
         """`forward` with everything in tensors.

@@ -4,6 +4,9 @@ Written from the architecture as published (SigLIP, Zhai et al. 2023; pre-norm b
 positions, GELU by tanh) with the positions of NaViT as MiniCPM-o 4.5 uses them: a slice of h x w
 patches picks h x w of the square table's rows, each by its relative place. A batch of slices is
 padded to the largest one; there is a mask only if some slice is shorter.
+
+A second way (`padded`) is for batches whose sizes are fixed ahead. It takes pixels as they lie in
+memory and everything else in tensors, and knows of no case in which nothing is padded.
 """
 
 from __future__ import annotations
@@ -14,16 +17,24 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 Grid = tuple[int, int]
 """Patch rows and patch columns of a slice; patches lie row by row."""
 
-LayerCall = Callable[[Tensor, Tensor | None], Tensor]
-"""Signature of `VisionLayer.forward`."""
+EmbedCall = Callable[[Tensor, "Grids", Tensor], tuple[Tensor, Tensor]]
+"""Signature of `VisionEncoder.begin`."""
+LayerCall = Callable[[Tensor, Tensor], Tensor]
+"""Signature of `VisionLayer.padded`."""
 
 N_CHANNELS = 3
+
+N_SHADES = 8
+"""Entries by which heads grow to hide padding: kernels want heads of a multiple of 8."""
+SHADE = -30_000.0
+"""Such an entry of a padding patch's key. Far below all scores, within the range of 16 bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,45 @@ def normalise(pixels: Tensor) -> Tensor:
     return (pixels.float() / 255 - 0.5) / 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class Grids:
+    """Grids of a batch, in tensors."""
+
+    n_columns: Tensor
+    n_patches: Tensor
+    """Integers `[B]`; an empty grid (zeros) counts as one patch."""
+
+    def places(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return row and column (int64) of every patch and whether there is one, all `[B, n]`.
+
+        Padding behind a grid gets the place of its last patch.
+        """
+        n_columns = self.n_columns.long().clamp(min=1)[:, None]
+        n_patches = self.n_patches.long().clamp(min=1)[:, None]
+        index = torch.arange(n, device=n_columns.device)
+        place = torch.minimum(index, n_patches - 1)
+        return place // n_columns, place % n_columns, index < n_patches
+
+
+def cut_patches(pixels: Tensor, grids: Grids, patch_size: int) -> Tensor:
+    """`patchify` and `normalise` of padded slices, fp32 `[B, N, 3 * p * p]`; padding becomes 0.
+
+    Args:
+        pixels: uint8 `[B, N, 3 * p * p]`; a row begins with a slice as it lies in memory
+            (`[h, w, 3]`), what follows may be anything.
+    """
+    b, n, n_values = pixels.shape
+    rows, columns, is_patch = grids.places(n)
+    value = torch.arange(n_values, device=pixels.device)
+    channel, inner = value // patch_size**2, value % patch_size**2
+    line = rows[..., None] * patch_size + inner // patch_size  # [B, N, 3 * p * p]
+    column = columns[..., None] * patch_size + inner % patch_size
+    width = grids.n_columns.long()[:, None, None] * patch_size
+    source = (line * width + column) * N_CHANNELS + channel
+    cut = pixels.flatten(1).gather(1, source.flatten(1)).view(b, n, n_values)
+    return normalise(cut).masked_fill(~is_patch[..., None], 0.0)
+
+
 @lru_cache(maxsize=512)
 def axis_bins(n: int, side: int) -> Tensor:
     """Return which of `side` table rows each of n patches along an axis takes, int64 `[n]`.
@@ -75,6 +125,14 @@ def position_ids(grid: Grid, side: int) -> Tensor:
     """Return rows of the table of positions, int64 `[h * w]` on the CPU."""
     n_rows, n_columns = grid
     return (axis_bins(n_rows, side)[:, None] * side + axis_bins(n_columns, side)).flatten()
+
+
+@lru_cache(maxsize=256)
+def padded_position_ids(grid: Grid, n: int, side: int) -> NDArray[np.int32]:
+    """Return `position_ids` of a grid padded with 0 to n patches, `[n]`; not to be written to."""
+    ids = np.zeros(n, dtype=np.int32)
+    ids[: grid[0] * grid[1]] = position_ids(grid, side).numpy()
+    return ids
 
 
 @lru_cache(maxsize=64)
@@ -117,12 +175,40 @@ class VisionLayer(nn.Module):
         Args:
             visible: patches that may be looked at, bool `[B, 1, 1, N]`; None = all.
         """
-        b, n, width = x.shape
-        stacked = self.qkv(self.attn_norm(x)).view(b, n, 3, self.n_heads, -1)
-        q, k, v = stacked.permute(2, 0, 3, 1, 4)  # each [B, H, N, d]
+        q, k, v = self._project(x)
         # Its softmax is in fp32 whatever the activations are, as the original's.
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, n, width))
+        return self._close(x, functional.scaled_dot_product_attention(q, k, v, attn_mask=visible))
+
+    def padded(self, x: Tensor, shade: Tensor) -> Tensor:
+        """`forward` that hides padding without a mask, `[B, N, D]` -> `[B, N, D]`.
+
+        With a mask an accelerator leaves its fastest attention kernel. Here every head gets a few
+        more entries, 1 in the queries and the shade in the keys, which add up to a padding patch's
+        score. Heads of 72 as the original's are worked on as if they were larger anyway.
+
+        Args:
+            shade: 0 where there is a patch, else `SHADE`, `[B, N]`, of x's dtype.
+        """
+        q, k, v = self._project(x)
+        shades = shade[:, None, :, None].expand(-1, self.n_heads, -1, N_SHADES)
+        mixed = functional.scaled_dot_product_attention(
+            torch.cat((q, torch.ones_like(shades)), -1),
+            torch.cat((k, shades), -1),
+            functional.pad(v, (0, N_SHADES)),
+            scale=q.shape[-1] ** -0.5,
+        )
+        return self._close(x, mixed[..., : q.shape[-1]])
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[B, H, N, d]`."""
+        b, n, _ = x.shape
+        stacked = self.qkv(self.attn_norm(x)).view(b, n, 3, self.n_heads, -1)
+        q, k, v = stacked.permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    def _close(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Add what attention `[B, H, N, d]` found, then the feed-forward part; `[B, N, D]`."""
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         hidden = functional.gelu(self.up(self.ffn_norm(x)), approximate="tanh")
         return x + self.down(hidden)
 
@@ -135,10 +221,12 @@ class VisionEncoder(nn.Module):
         self.config = config
         self.embed = nn.Linear(config.patch_values, config.width)
         self.positions = nn.Embedding(config.n_positions_side**2, config.width)
-        self.layers = nn.ModuleList(VisionLayer(config) for _ in range(config.n_layers))
+        layers = [VisionLayer(config) for _ in range(config.n_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(config.width, config.norm_eps)
-        self.layer_calls: list[LayerCall] = [layer.forward for layer in self.layers]
-        """One per layer; compiled regions take their places."""
+        self.embed_calls: list[EmbedCall] = [self.begin]
+        self.layer_calls: list[LayerCall] = [layer.padded for layer in layers]
+        """The call sites of `padded`; compiled regions take their places."""
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Return states `[B, N, D]` of normalised patches `[B, N, 3 * p * p]`.
@@ -166,10 +254,31 @@ class VisionEncoder(nn.Module):
             patches = patches.masked_fill(~is_patch[..., None], 0.0)
             visible = is_patch[:, None, None]
         x = self.embed(patches) + self.positions(ids)
-        for layer in self.layer_calls:
+        for layer in self.layers:
             x = layer(x, visible)
         normed: Tensor = self.norm(x)
         return normed
+
+    def padded(self, pixels: Tensor, grids: Grids, ids: Tensor) -> Tensor:
+        """Return states `[B, N, D]` of slices as they lie in memory; in padding they mean nothing.
+
+        Args:
+            pixels: uint8 `[B, N, 3 * p * p]`, as in `cut_patches`.
+            ids: rows of the table of positions, integers `[B, N]` (`padded_position_ids`).
+        """
+        (embed,) = self.embed_calls
+        x, shade = embed(pixels, grids, ids)
+        for layer in self.layer_calls:
+            x = layer(x, shade)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def begin(self, pixels: Tensor, grids: Grids, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the layers of `padded` take: `[B, N, D]` and the shades `[B, N]`."""
+        patches = cut_patches(pixels, grids, self.config.patch_size)
+        x = self.embed(patches.to(self.embed.weight.dtype)) + self.positions(ids)
+        _, _, is_patch = grids.places(pixels.shape[1])
+        return x, x.new_zeros(is_patch.shape).masked_fill(~is_patch, SHADE)
 
 
 def vision_weights(source: Mapping[str, Tensor], config: VisionConfig) -> dict[str, Tensor]:

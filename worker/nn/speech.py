@@ -8,18 +8,20 @@ from the decoder's output at the row before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.nn.code_sampling import CodeRows, CodeSampling, code_probabilities, draw_codes
 from worker.nn.decoder import DecoderConfig, DecoderStack, KvCache, Rows, stack_weights
 from worker.nn.shapes import rounded_up
-from worker.nn.speech_request import SpeechRequest
+from worker.nn.speech_request import InputKind, SpeechRequest, fill_inputs
 from worker.nn.transfer import to_device
 
 __all__ = [
@@ -31,6 +33,9 @@ __all__ = [
     "fold_weight_norm",
     "speech_weights",
 ]
+
+DrawCall = Callable[[Tensor, CodeRows, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Signature of `SpeechHead.draw` where the device counts the steps."""
 
 INPUT_STEP = 32
 """Inputs are padded to multiples of this on an accelerator, so that few shapes occur."""
@@ -130,6 +135,8 @@ class SpeechHead(nn.Module):
         self.head_code = nn.Linear(config.hidden_size, config.n_codes, bias=False)
         self.projector_in = nn.Linear(config.llm_dim, config.hidden_size)
         self.projector_out = nn.Linear(config.hidden_size, config.hidden_size)
+        self.draw_calls: list[DrawCall] = [self.draw]
+        """Call site of `draw` in stages; a compiled region takes its place."""
 
     def project(self, hidden: Tensor) -> Tensor:
         """Bring hidden states of the language model `[n, D_llm]` to the head's width `[n, D]`."""
@@ -142,7 +149,7 @@ class SpeechHead(nn.Module):
         """Return the condition rows of text tokens, `[n, D]`, without EOS and BOS.
 
         Args:
-            text_ids: int64 `[n]`.
+            text_ids: int64 `[n]`; any number of dimensions.
             hidden: `[n, D_llm]`.
             normalize: whether projected states get length 1, or bool `[n]`; None = as configured.
         """
@@ -152,42 +159,64 @@ class SpeechHead(nn.Module):
         if normalize is not False:
             unit = functional.normalize(projected.float(), dim=-1, eps=1e-12).to(projected.dtype)
             if isinstance(normalize, Tensor):
-                projected = torch.where(normalize[:, None], unit, projected)
+                projected = torch.where(normalize[..., None], unit, projected)
             else:
                 projected = unit
         return self.emb_text(text_ids) + projected
 
     def inputs(self, requests: Sequence[SpeechRequest], width: int) -> Tensor:
         """Return the input rows of requests, padded at the end to `[B, width, D]`."""
-        ids = np.zeros((3, len(requests), width), dtype=np.int64)  # text id, code, is it a code
-        places: list[int] = []
-        for row, request in enumerate(requests):
-            texts, codes = request.input_ids(self.config.text_eos_id, self.config.audio_bos_id)
-            ids[0, row, : len(texts)] = texts
-            ids[1, row, len(texts) : len(texts) + len(codes)] = codes
-            ids[2, row, len(texts) : len(texts) + len(codes)] = 1
-            if request.last_code is None:
-                places += range(row * width, row * width + len(request.text_ids))
-        device = self.emb_text.weight.device
-        texts_, codes_, is_code = to_device(ids, device)
-        x = torch.where(is_code[..., None] > 0, self.emb_code(codes_), self.emb_text(texts_))
-        if not places:
+        table = np.zeros((3, len(requests), width), dtype=np.int64)
+        arrays = dict(zip(("ids", "kinds", "places"), table, strict=True))
+        states = self.fill_inputs(arrays, requests)
+        ids, kinds, places = to_device(table, self.emb_text.weight.device)
+        return self.input_rows(ids, kinds, torch.cat(states)[places] if states else None)
+
+    def fill_inputs(
+        self,
+        arrays: Mapping[str, NDArray[Any]],
+        requests: Sequence[SpeechRequest],
+        offset: int = 0,
+    ) -> list[Tensor]:
+        """Write what input rows are made of, return their states: `speech_request.fill_inputs`."""
+        config = self.config
+        return fill_inputs(
+            arrays, requests, offset, config.text_eos_id, config.audio_bos_id, config.normalize
+        )
+
+    def input_rows(self, ids: Tensor, kinds: Tensor, hidden: Tensor | None) -> Tensor:
+        """Return input rows `[B, N, D]`; a function of tensors.
+
+        Args:
+            ids: of text tokens or codes, int64 `[B, N]`.
+            kinds: which, values of `InputKind`, int64 `[B, N]`.
+            hidden: states `[B, N, D_llm]`; anything, even NaN, where a row is no condition. None:
+                no row is one.
+        """
+        is_code = kinds == InputKind.CODE
+        texts = ids.masked_fill(is_code, 0)
+        codes = ids.masked_fill(~is_code, 0)
+        x = torch.where(is_code[..., None], self.emb_code(codes), self.emb_text(texts))
+        if hidden is None:
             return x
-        index = to_device(np.array(places, dtype=np.int64), device)
-        conditions = self.condition(texts_.flatten()[index], *self._hidden(requests))
-        return x.flatten(0, 1).index_copy(0, index, conditions).view_as(x)
+        conditions = self.condition(texts, hidden, kinds == InputKind.UNIT_STATE)
+        return torch.where((kinds >= InputKind.STATE)[..., None], conditions, x)
 
-    def _hidden(self, requests: Sequence[SpeechRequest]) -> tuple[Tensor, Tensor]:
-        """Return all hidden states one below the other, and which of them are normalised."""
-        with_text = [r for r in requests if r.last_code is None and r.text_ids]
-        flags: list[bool] = []
-        for r in with_text:
-            wanted = self.config.normalize if r.normalize is None else r.normalize
-            flags += [wanted] * len(r.text_ids)
-        hidden = torch.cat([r.hidden for r in with_text if r.hidden is not None])
-        return hidden, to_device(np.array(flags, dtype=bool), hidden.device)
+    def draw(
+        self, hidden: Tensor, rows: CodeRows, recent: Tensor, step: int | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Take draw number `step` of a run behind states; a function of tensors.
 
-    @torch.inference_mode()
+        Args:
+            hidden: `[B, D]`.
+            recent, step: as in `code_probabilities`.
+
+        Returns:
+            Codes, int64 `[B]`, and the distributions that they are from, `[B, V]`.
+        """
+        probabilities = code_probabilities(self.head_code(hidden), rows, recent, step)
+        return draw_codes(probabilities, rows, step), probabilities
+
     def speak(
         self,
         cache: KvCache,
@@ -268,24 +297,22 @@ class SpeechHead(nn.Module):
             [r.recent for r in requests],
             [r.draws for r in requests],
             [r.min_new for r in requests],
-            [r.sampling.first_is_free and r.last_code is None for r in requests],
+            [r.is_free for r in requests],
             self.config.n_codes,
             n_steps,
             device,
         )
         table = [(r.slot, r.start + r.n_inputs, r.max_new) for r in requests]
         slots, positions, limits = to_device(np.array(table, dtype=np.int64).T.copy(), device)
-        recent, ended = rows.recent, torch.zeros_like(slots, dtype=torch.bool)
+        recent, is_over = rows.recent, torch.zeros_like(slots, dtype=torch.bool)
         drawn: list[Tensor] = []
         for step in range(n_draws):
-            probabilities = code_probabilities(self.head_code(hidden), rows, recent, step)
-            codes = draw_codes(probabilities, rows, step)
+            codes, probabilities = self.draw(hidden, rows, recent, step)
             drawn.append(codes)
             if trace is not None:
                 trace.probabilities.append(probabilities)
             recent = torch.cat((recent[:, 1:], codes[:, None]), dim=1)
-            ended = ended | (codes == end_code)
-            is_over = ended | (limits <= step + 1)
+            is_over = is_over | (codes == end_code) | (limits <= step + 1)
             if step + 1 == n_steps or (_may_look(step, device) and bool(is_over.all())):
                 break
             positions = positions.masked_fill(is_over, cache.spare)  # from here on padding

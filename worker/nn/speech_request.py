@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.nn.code_sampling import CodeSampling
+
+
+class InputKind(IntEnum):
+    """What an input row of the speech head is made of."""
+
+    TEXT = 0
+    """The embedding of a text token."""
+    CODE = 1
+    """The embedding of a speech token."""
+    STATE = 2
+    """A condition: the embedding of a text token and its projected hidden state."""
+    UNIT_STATE = 3
+    """The same, the projected state brought to length 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +95,59 @@ class SpeechRequest:
         is_idle = self.drops_last and self.min_new >= self.max_new
         return max(self.max_new - int(is_idle), 0)
 
-    def input_ids(self, text_eos_id: int, audio_bos_id: int) -> tuple[list[int], list[int]]:
-        """Return the input rows: ids of the text embedding, then of the code embedding."""
+    @property
+    def is_free(self) -> bool:
+        """Whether the first draw knows neither penalty nor filters."""
+        return self.sampling.first_is_free and self.last_code is None
+
+    def piece(self, said: tuple[int, ...], n: int) -> SpeechRequest:
+        """Return the run of the next `n` draws at most, after pieces that drew `said`.
+
+        All pieces in turn say what the whole run says, and leave the same positions live.
+        """
+        n_done = len(said)
+        if not said and self.max_new <= n:
+            return self
+        n_new = min(n, self.max_new - n_done)
+        begin = replace(
+            self,
+            max_new=n_new,
+            min_new=max(0, self.min_new - n_done),
+            draws=self.draws[n_done : n_done + n_new],
+            drops_last=self.drops_last and n_done + n_new == self.max_new,
+        )
+        if not said:
+            return begin
+        return replace(
+            begin,
+            start=self.start + self.n_inputs + n_done - 1,
+            text_ids=(),
+            hidden=None,
+            is_closing=False,
+            given_codes=(),
+            last_code=said[-1],
+            recent=(*self.recent, *said),
+        )
+
+    def input_rows(
+        self, text_eos_id: int, audio_bos_id: int, normalize: bool
+    ) -> tuple[list[int], list[InputKind]]:
+        """Return the ids of the input rows, of text or codes, and their kinds.
+
+        Args:
+            normalize: what `SpeechRequest.normalize` of None means.
+        """
         if self.last_code is not None:
-            return [], [self.last_code]
+            return [self.last_code], [InputKind.CODE]
+        wanted = normalize if self.normalize is None else self.normalize
         closing = [text_eos_id] if self.is_closing else []
-        return [*self.text_ids, *closing, audio_bos_id], list(self.given_codes)
+        state = InputKind.UNIT_STATE if wanted else InputKind.STATE
+        return (
+            [*self.text_ids, *closing, audio_bos_id, *self.given_codes],
+            [state] * len(self.text_ids)
+            + [InputKind.TEXT] * (len(closing) + 1)
+            + [InputKind.CODE] * len(self.given_codes),
+        )
 
     def outcome(self, drawn: list[int], end_code: int) -> tuple[tuple[int, ...], bool]:
         """Return the codes of the run and whether the end code was among its draws."""
@@ -106,3 +169,41 @@ class SpeechRequest:
             )
         if self.last_code is not None and (self.text_ids or self.given_codes or self.is_closing):
             raise ValueError(f"{name} has a condition besides the code it continues from")
+
+
+def fill_inputs(
+    arrays: Mapping[str, NDArray[Any]],
+    requests: Sequence[SpeechRequest],
+    offset: int,
+    text_eos_id: int,
+    audio_bos_id: int,
+    normalize: bool,
+) -> list[Tensor]:
+    """Write what input rows are made of; padding becomes text of id 0.
+
+    Args:
+        arrays: "ids", "kinds" (`InputKind`) and "places" (of a row's hidden state among all
+            states, 0 where there is none), int64 `[B, N]` each, with a row for every request.
+        offset: the first N of a request's input rows behind as many are written.
+        normalize: what `SpeechRequest.normalize` of None means.
+
+    Returns:
+        The hidden states of the conditions among them, `[n, D_llm]` each; places count through all
+        of these.
+    """
+    states: list[Tensor] = []
+    n_states, width = 0, arrays["ids"].shape[1]
+    for array in (arrays["ids"], arrays["kinds"], arrays["places"]):
+        array[:] = 0
+    for row, request in enumerate(requests):
+        ids, kinds = request.input_rows(text_eos_id, audio_bos_id, normalize)
+        ids, kinds = ids[offset : offset + width], kinds[offset : offset + width]
+        arrays["ids"][row, : len(ids)] = ids
+        arrays["kinds"][row, : len(ids)] = kinds
+        if request.hidden is None or offset >= request.hidden.shape[0]:
+            continue
+        states.append(request.hidden[offset : offset + width])  # text rows come first
+        n_new = states[-1].shape[0]
+        arrays["places"][row, :n_new] = range(n_states, n_states + n_new)
+        n_states += n_new
+    return states

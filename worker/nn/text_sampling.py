@@ -9,8 +9,9 @@ draws only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,12 @@ from worker.nn.transfer import to_device
 CANDIDATE_STEP = 32
 """Candidate lists and histories have multiples of this length, so that few shapes occur."""
 TIE_ROOM = 8
-"""Candidates beyond the k-th: those as likely as the k-th stay in, and bf16 logits do tie."""
+"""Candidates beyond the k-th: those as likely as the k-th stay in, and bf16 logits do tie. No
+more than this many, so that a row keeps the same number in a list of any length."""
+
+FIXED_CANDIDATES = 32
+FIXED_HISTORY = 512
+"""Sizes of a decision in fixed shapes (`fill_decisions`); the defaults need less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,10 @@ class DuplexSampling:
     """Factor of the listen token's logit."""
     listen_top_k: int | None = None
     """Listen for certain if fewer than this many tokens are likelier; None = off."""
+
+    def counted(self, said: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the part of a history, latest last, that the penalty looks at."""
+        return said[-self.window :] if self.window > 0 else said[:0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,26 +161,8 @@ def decision_inputs(
     device: torch.device | str,
 ) -> DecisionInputs:
     """Put what the host knows of a batch into tensors on the device; arguments as in `decide`."""
-    numbers = np.array(
-        [
-            (
-                s.is_greedy,
-                max(s.temperature, MIN_TEMPERATURE),
-                s.top_k if s.top_k > 0 else vocab_size,
-                s.top_p if 0.0 < s.top_p < 1.0 else np.inf,
-                s.repetition_penalty,
-                s.length_penalty,
-                s.listen_prob_scale,
-                0 if s.listen_top_k is None else s.listen_top_k,
-            )
-            for s in settings
-        ],
-        dtype=np.float64,
-    )
-    windows = [
-        said[-s.window :] if s.window > 0 else said[:0]
-        for s, said in zip(settings, recent, strict=True)
-    ]
+    numbers = np.array([_numbers(s, vocab_size) for s in settings], dtype=np.float64)
+    windows = [s.counted(said) for s, said in zip(settings, recent, strict=True)]
     width = rounded_up(max(1, *(len(window) for window in windows)), CANDIDATE_STEP)
     padded = np.full((len(windows), width), vocab_size, dtype=np.int64)
     for row, window in enumerate(windows):
@@ -184,6 +176,59 @@ def decision_inputs(
         recent=to_device(padded, device),
         n_candidates=min(vocab_size, rounded_up(longest + TIE_ROOM, CANDIDATE_STEP)),
     )
+
+
+def _numbers(setting: DuplexSampling, vocab_size: int) -> tuple[float, ...]:
+    """Return a row of `DecisionInputs.numbers`."""
+    return (
+        setting.is_greedy,
+        max(setting.temperature, MIN_TEMPERATURE),
+        setting.top_k if setting.top_k > 0 else vocab_size,
+        setting.top_p if 0.0 < setting.top_p < 1.0 else np.inf,
+        setting.repetition_penalty,
+        setting.length_penalty,
+        setting.listen_prob_scale,
+        0 if setting.listen_top_k is None else setting.listen_top_k,
+    )
+
+
+def has_fixed_sizes(setting: DuplexSampling, recent: NDArray[np.int64]) -> bool:
+    """Whether a row of this setting and history may be decided in fixed shapes."""
+    return (
+        0 < setting.top_k <= FIXED_CANDIDATES - TIE_ROOM
+        and min(setting.window, len(recent)) <= FIXED_HISTORY
+    )
+
+
+def fill_decisions(
+    arrays: Mapping[str, NDArray[Any]],
+    rows: Sequence[int],
+    settings: Sequence[DuplexSampling],
+    recent: Sequence[NDArray[np.int64]],
+    draws: Sequence[Sequence[float]],
+    vocab_size: int,
+) -> None:
+    """Write what `decision_inputs` would return into rows of arrays that were there before.
+
+    Args:
+        arrays: `numbers`, `draws` and `recent` as in `DecisionInputs`, the last one as wide as
+            `FIXED_HISTORY`; rows that are not named stay as they are.
+        rows: one per setting.
+        settings, recent, draws: as in `decide`, all of them of fixed sizes (`has_fixed_sizes`).
+    """
+    arrays["numbers"][rows] = [_numbers(s, vocab_size) for s in settings]
+    arrays["draws"][rows] = draws
+    histories = arrays["recent"]
+    for row, setting, said in zip(rows, settings, recent, strict=True):
+        window = setting.counted(said)
+        histories[row, : len(window)] = window
+        histories[row, len(window) :] = vocab_size
+
+
+def fixed_inputs(inputs: Mapping[str, Tensor], vocab_size: int) -> DecisionInputs:
+    """Return the tensors of `fill_decisions` as inputs of `decide_stages`; zeros are valid too."""
+    n_candidates = min(vocab_size, FIXED_CANDIDATES)
+    return DecisionInputs(inputs["numbers"], inputs["draws"], inputs["recent"], n_candidates)
 
 
 def decide_stages(
@@ -258,9 +303,12 @@ def candidates(logits: Tensor, inputs: DecisionInputs) -> tuple[Tensor, Tensor]:
     # Relative to the best one: a tiny temperature makes the others impossible, not it infinite.
     scaled = (logits - best) / inputs.column(1).float()
     values, ids = scaled.topk(inputs.n_candidates, dim=-1)  # [B, C], descending
-    # A row that keeps everything has its vocabulary's size here, and C is that size then.
-    last = inputs.column(2).long().clamp(max=inputs.n_candidates) - 1
-    values = values.masked_fill(values < values.gather(1, last), -torch.inf)
+    # A row that keeps everything has its vocabulary's size here, and C is that size then; a row of
+    # padding may have 0.
+    last = inputs.column(2).long().clamp(1, inputs.n_candidates) - 1
+    rank = torch.arange(inputs.n_candidates, device=logits.device)
+    is_out = (values < values.gather(1, last)) | (rank > last + TIE_ROOM)
+    values = values.masked_fill(is_out, -torch.inf)
     probabilities = values.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     values = values.masked_fill(before > inputs.column(3), -torch.inf)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from worker.nn.resampler import Resampler, ResamplerConfig
-from worker.nn.siglip import Grid, VisionConfig, VisionEncoder, normalise, patchify
+from worker.nn.siglip import Grid, Grids, VisionConfig, VisionEncoder, normalise, patchify
 from worker.nn.transfer import to_device
 
 Slice = NDArray[np.uint8]
@@ -47,6 +47,18 @@ class VisionTower(nn.Module):
         grids = [self.grid_of(pixels) for pixels in slices]
         patches = self._patches(slices, grids)
         return self.resampler(self.encoder(patches, grids), grids)
+
+    def encode_padded(self, pixels: Tensor, grids: Grids, ids: Tensor, table: Tensor) -> Tensor:
+        """`encode_batch` of slices that are in tensors, padded to any size; `[B, n_queries, D]`.
+
+        Args:
+            pixels: uint8 `[B, N, 3 * p * p]`; a row begins with a slice as it lies in memory, what
+                follows may be anything.
+            ids: integers `[B, N]`, one `siglip.padded_position_ids` per slice.
+            table: `Resampler.axis_positions` of N places.
+        """
+        (run,) = self.resampler.run_calls
+        return run(self.encoder.padded(pixels, grids, ids), grids, table)
 
     def grid_of(self, pixels: Slice) -> Grid:
         patch = self.encoder.config.patch_size

@@ -12,13 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from worker.nn.hift import Hift
-from worker.nn.transfer import to_device
+from worker.nn.transfer import ints
 
 DELAY_FRAMES = 8
 """Mel frames (160 ms) that a chunk holds back until the next one."""
@@ -31,6 +30,14 @@ class SavedRow:
     tensors: dict[str, Tensor]
     n_received: int
     has_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What is known without asking the device: mel frames that rows of a call have received."""
+
+    least: int
+    most: int
 
 
 class Vocoder(ABC):
@@ -61,9 +68,7 @@ class Vocoder(ABC):
         """How much of the end of each cache in time the turn has reached: mel frames, samples."""
 
     @abstractmethod
-    def _advance(
-        self, rows: Sequence[int], index: Tensor, window: Tensor, skip: int, is_last: bool
-    ) -> Tensor:
+    def _decode(self, rows: Tensor, window: Tensor, reach: Reach, is_last: bool) -> Tensor:
         """Decode a window `[B, n_mels, past + F]` and renew the caches other than the mel.
 
         Returns:
@@ -92,27 +97,50 @@ class Vocoder(ABC):
                 its last.
             is_last: whether the turn ends here; the row then needs `start_turn`.
         """
-        config, n_new = self.hift.config, mel.shape[2]
-        is_first = [self._n_received[row] == 0 for row in rows]
         assert mel.shape[0] == len(rows)
+        received = [self._n_received[row] for row in rows]
+        silences = self.book(rows, mel.shape[2], is_last)
+        index = ints(rows, self.mel.device)
+        samples = self.advance(index, mel, is_last, Reach(min(received), max(received)))
+        return [one[n:] for one, n in zip(samples, silences, strict=True)]
+
+    def book(self, rows: Sequence[int], n_frames: int, is_last: bool) -> list[int]:
+        """Note on the host that rows go on by a chunk; `advance` has to follow.
+
+        Returns:
+            Samples at the begin of each row's chunk that are to be dropped: those of the delay, if
+            its turn is of one chunk.
+        """
+        is_first = [self._n_received[row] == 0 for row in rows]
         assert len(set(rows)) == len(rows)
         assert not any(self._has_ended[row] for row in rows)
-        assert is_last or n_new >= DELAY_FRAMES or not any(is_first)
-
-        index = to_device(np.array(rows, dtype=np.int64), self.mel.device)
-        window = torch.cat((self.mel[index], mel.to(self.mel.dtype)), dim=2)
-        # What no row of the call has reached needs no computing.
-        skip = min(max(0, self.past_frames - self._n_received[row]) for row in rows)
-        samples = self._advance(rows, index, window, skip, is_last)
-        self.mel[index] = window[:, :, -self.past_frames :]
-        self.received[index] += n_new
+        assert is_last or n_frames >= DELAY_FRAMES or not any(is_first)
         for row in rows:
-            self._n_received[row] += n_new
+            self._n_received[row] += n_frames
             self._has_ended[row] = is_last
-        silence = DELAY_FRAMES * config.hop if is_last else 0
-        return [
-            one[silence:] if first else one for one, first in zip(samples, is_first, strict=True)
-        ]
+        silence = DELAY_FRAMES * self.hift.config.hop if is_last else 0
+        return [silence if first else 0 for first in is_first]
+
+    def advance(
+        self, rows: Tensor, mel: Tensor, is_last: bool, reach: Reach | None = None
+    ) -> Tensor:
+        """Feed rows their next mel frames on the device alone; return samples `[B, n]`, fp32.
+
+        Args:
+            rows: int64 `[B]`, none twice.
+            mel: `[B, n_mels, F]`.
+            reach: saves work that no row of the call needs. None = rows may be anywhere: all sizes
+                then follow from B, F and `is_last`.
+
+        Returns:
+            F frames of samples, if `is_last` those held back besides.
+        """
+        window = torch.cat((self.mel.index_select(0, rows), mel.to(self.mel.dtype)), dim=2)
+        samples = self._decode(rows, window, reach or Reach(0, self.past_frames), is_last)
+        self.mel.index_copy_(0, rows, window[:, :, -self.past_frames :])
+        received = self.received.index_select(0, rows)
+        self.received.index_copy_(0, rows, received + mel.shape[2])
+        return samples
 
     def poison(self, row: int) -> None:
         """Make the row unreadable: a turn that still looked at its past would give NaN."""
@@ -142,14 +170,18 @@ class Vocoder(ABC):
         self._n_received[row] = saved.n_received
         self._has_ended[row] = saved.has_ended
 
-    def _start(self, rows: Sequence[int], index: Tensor, offset: int) -> Tensor | None:
+    def _skip(self, reach: Reach) -> int:
+        """How many frames of the past no row has reached: they need no computing."""
+        return max(0, self.past_frames - reach.most)
+
+    def _start(self, rows: Tensor, reach: Reach, offset: int) -> Tensor | None:
         """Return where turns begin in a window without its first `offset` frames: `[B]`.
 
         None if all begin at its first frame or before.
         """
-        if all(self.past_frames - self._n_received[row] <= offset for row in rows):
+        if self.past_frames - reach.least <= offset:
             return None
-        return (self.past_frames - offset - self.received[index]).clamp(min=0)
+        return (self.past_frames - offset - self.received.index_select(0, rows)).clamp(min=0)
 
     def _from_held_back(self, samples: Tensor, skip: int) -> Tensor:
         """Cut samples of a window without its first `skip` frames to the held-back frames on."""

@@ -128,6 +128,7 @@ class DuplexSession:
     Args:
         host: what it shares with its neighbours.
         send: takes an event for the client; quick; raises SlowReader.
+        new_state: makes the session's state of its slot; None = the model's own.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class DuplexSession:
         session_id: str,
         request_type: RequestType,
         send: Callable[[Event], None],
+        new_state: Callable[[int], Any] | None = None,
     ) -> None:
         self.session_id = session_id
         self.request_type = request_type
@@ -144,6 +146,7 @@ class DuplexSession:
         """Set when nothing more will happen: the slot is free, or the worker is broken."""
         self._host = host
         self._out = send
+        self._new_state = new_state or host.model.new_state
         self._clock = host.engine.clock
         self._machine = StateMachine(f"session {session_id}", SessionState.OPENED, SESSION_EDGES)
         self._inbox = Inbox(host.model.unit_samples)
@@ -185,7 +188,7 @@ class DuplexSession:
         host.sessions[self._slot] = self
         host.fault.add_done_callback(self._on_fault)
         try:
-            self._making = host.call(lambda: host.model.new_state(self._slot))
+            self._making = host.call(lambda: self._new_state(self._slot))
             self._state = await self._unless_fault(asyncio.wrap_future(self._making))
             self._send(Opened(self._slot))
             for part in (self._read(commands), self._decode(), self._work(), self._watch()):

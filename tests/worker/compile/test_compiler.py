@@ -312,3 +312,68 @@ def test_the_thread_is_set_up_before_the_first_graph():
     assert torch.get_num_threads() == 1
     assert not torch._dynamo.config.automatic_dynamic_shapes
     assert torch._dynamo.config.recompile_limit >= 64
+
+
+def test_the_number_of_compile_processes_may_be_set_after_the_import(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
+    with torch._inductor.config.patch():
+        prepare_thread(CPU)
+        assert torch._inductor.config.compile_threads == 3
+
+
+# Back from a start that went wrong, and on from one that went well.
+
+
+@torch.inference_mode()
+def test_undo_brings_back_the_eager_callables_and_compiling_again_starts_anew():
+    model = Model()
+    compiler = Compiler(CompilePlan(backend="eager"), capture=FakeCapture())
+    model.declare(compiler)
+    compiler.compile(quiet)
+    compiler.capture(quiet)
+    compiler.undo()
+
+    assert model.calls == [layer.forward for layer in model.layers]
+    assert all(call.graph is None for call in map(model.stage.at, (2, 5)))
+    compiler.compile(quiet)
+    compiler.capture(quiet)
+    compiler.seal()
+    x = torch.randn(5, 4)
+    assert torch.allclose(model(x), model.eager(x))
+    counts = compiler.report.counts()
+    assert (counts["captured_replays"], counts["eager_fallbacks"]) == (1, 0)
+
+
+@torch.inference_mode()
+def test_dropped_graphs_leave_the_compiled_code():
+    model = Model()
+    compiler = Compiler(CompilePlan(backend="eager"), capture=FakeCapture())
+    model.declare(compiler)
+    compiler.compile(quiet)
+    compiler.capture(quiet)
+    compiler.drop_graphs()
+    compiler.add([("stack.run", 7)], quiet)
+    compiler.seal()
+    x = torch.randn(5, 4)
+
+    assert torch.allclose(model(x), model.eager(x))
+    assert model.stage.at(7).graph is None
+    counts = compiler.report.counts()
+    assert (counts["stage_runs"], counts["captured_replays"]) == (1, 0)
+    assert counts["eager_fallbacks"] == 0
+
+
+@torch.inference_mode()
+def test_added_buckets_are_captured_like_planned_ones():
+    model = Model(dims=())
+    compiler = Compiler(CompilePlan(backend="eager"), capture=FakeCapture())
+    model.declare(compiler)
+    compiler.compile(quiet)
+    compiler.capture(quiet)
+
+    assert compiler.add([("stack.run", 7), ("stack.run", 5)], quiet) == "1 more shapes"
+    compiler.seal()
+    x = torch.randn(7, 4)
+    assert torch.allclose(model(x), model.eager(x))
+    counts = compiler.report.counts()
+    assert (counts["captured_replays"], counts["eager_fallbacks"]) == (1, 0)

@@ -235,7 +235,7 @@ def test_too_many_slots_are_one_sentence(monkeypatch, error):
     def full(*args):
         raise error
 
-    monkeypatch.setattr("worker.models.minicpmo45.model.AudioCache.allocate", full)
+    monkeypatch.setattr("worker.models.minicpmo45.senses.AudioCache.allocate", full)
 
     with pytest.raises(ModelLoadError, match="not enough memory for 7 slots"):
         model.init_unified(7, lambda share, note: None)

@@ -3,10 +3,15 @@
 Its numbers are compared with the original's in tests/golden.
 """
 
+import importlib.util
+import os
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch.nn import functional
 
+from worker.nn import audio_encoder
 from worker.nn.audio_encoder import (
     AudioCache,
     AudioEncoder,
@@ -20,6 +25,10 @@ TINY = AudioEncoderConfig(
     width=24, n_layers=2, n_heads=3, ffn_size=48, llm_dim=40, n_mels=8, max_positions=400
 )
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CAN_RUN_KERNELS = importlib.util.find_spec("triton") is not None and (
+    DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+)
 REACHES = ["all positions", "span", "exact rows"]
 
 
@@ -187,6 +196,47 @@ def test_a_long_stream_never_leaves_its_positions():
         past += encoder.config.stream_frames(mel.shape[2], unit == 0)
 
     assert pasts == [0, 50, 0, 50, 0, 50, 0]
+
+
+# ---- kernels
+
+
+@pytest.mark.skipif(not CAN_RUN_KERNELS, reason="needs Triton and a GPU or its interpreter")
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_a_kernel_reads_what_a_span_reads(head_dim):
+    """At the last past that does not make the streams start again, too."""
+    config = AudioEncoderConfig(2 * head_dim, 2, 2, 16, 8, n_mels=8, max_positions=200)
+    pasts = (147, 0, 50)
+    assert not config.reset_due(pasts[0], 104)
+    assert config.reset_due(pasts[0] + 1, 104)
+    mel, slots = torch.cat([mel_of(104, seed) for seed in range(3)]), (3, 0, 1)
+    heard = []
+    for kernels in (False, True):
+        encoder = build(config).to(DEVICE)
+        cache = AudioCache.allocate(config, 4, device=DEVICE)
+        for slot in range(4):
+            cache.poison(slot)
+        for tensor in (*cache.keys, *cache.values):
+            for slot, past in zip(slots, pasts, strict=True):
+                rows = torch.randn(2, past, head_dim, generator=torch.Generator().manual_seed(slot))
+                tensor[slot, :, :past] = rows
+        with patch.object(audio_encoder, "has_kernels", lambda _, kernels=kernels: kernels):
+            numbers = (torch.tensor(slots, device=DEVICE), torch.tensor(pasts, device=DEVICE))
+            heard.append(encoder.stream(cache, mel.to(DEVICE), *numbers, is_first=False))
+
+    assert heard[0].isfinite().all()
+    torch.testing.assert_close(heard[1], heard[0], **CLOSE)
+
+
+@pytest.mark.parametrize("max_positions", [64, 130, 1500])
+@pytest.mark.parametrize(("n_mel_frames", "is_first"), [(102, True), (104, False)])
+def test_no_second_reaches_the_last_position(max_positions, n_mel_frames, is_first):
+    """Kernels take that one for padding."""
+    config = AudioEncoderConfig(8, 1, 1, 8, 8, max_positions=max_positions)
+
+    for past in range(max_positions):
+        if not config.reset_due(past, n_mel_frames):
+            assert past + config.stream_frames(n_mel_frames, is_first) < max_positions - 1
 
 
 # ---- clips

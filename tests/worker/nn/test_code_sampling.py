@@ -1,9 +1,18 @@
 """Choosing speech tokens: penalty, filters, the ban of the end code, and draws."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from worker.nn.code_sampling import CodeRows, CodeSampling, code_probabilities, draw_codes
+from worker.nn.code_sampling import (
+    CodeRows,
+    CodeSampling,
+    code_probabilities,
+    draw_codes,
+    fill_code_rows,
+    longest_list,
+)
 
 V = 30
 PLAIN = CodeSampling(temperature=1.0, repetition_penalty=1.0)
@@ -185,3 +194,65 @@ def test_greedy_takes_the_likeliest_after_the_penalty():
     p = code_probabilities(logits, rows, rows.recent, 0)
 
     assert draw_codes(p, rows, 0).tolist() == [8]
+
+
+SETTINGS = [
+    CodeSampling(),
+    CodeSampling(top_p=0.85, top_k=6),
+    CodeSampling(is_greedy=True, window=3),
+    CodeSampling(top_p=0.6, first_is_free=False, window=0),
+]
+
+
+def ragged(n_steps):
+    generator = torch.Generator().manual_seed(5)
+    draws = torch.rand(len(SETTINGS), n_steps, generator=generator, dtype=torch.float64).tolist()
+    return {
+        "settings": SETTINGS,
+        "recent": [(1, 2, 2), (), tuple(range(20)), (4,)],
+        "draws": [row[: n_steps - index] for index, row in enumerate(draws)],
+        "min_new": [0, 2, 1, 0],
+        "is_free": [True, True, False, False],
+    }
+
+
+def test_a_step_that_the_device_counts_is_the_same_step():
+    rows = build(**ragged(4), n_steps=4)
+    for step in range(4):
+        there = torch.tensor([step])
+        p = code_probabilities(noise(4), rows, rows.recent, step)
+
+        assert torch.equal(code_probabilities(noise(4), rows, rows.recent, there), p)
+        assert torch.equal(draw_codes(p, rows, there), draw_codes(p, rows, step))
+
+
+def test_filled_rows_are_those_built_whatever_lay_there_and_padding_is_harmless():
+    logits, given = noise(7), ragged(4)
+    expected = build(**given, n_steps=4)
+    rows = CodeRows.allocate(7, 4, 20)
+    for tensor in rows.tensors().values():
+        tensor.fill_(9 if tensor.dtype == torch.int64 else True)
+
+    arrays = {name: tensor.numpy() for name, tensor in rows.tensors().items()}
+    fill_code_rows(arrays, n_codes=V, **given)
+    rows = replace(rows, n_candidates=longest_list(SETTINGS, V))
+
+    for step in range(4):
+        p = code_probabilities(logits, rows, rows.recent, step)
+        ours = code_probabilities(logits[:4], expected, expected.recent, step)
+        torch.testing.assert_close(p[:4], ours)
+        assert p[4:].isfinite().all()
+        assert torch.equal(draw_codes(p, rows, step)[:4], draw_codes(ours, expected, step))
+
+
+def test_candidate_lists_may_be_longer_than_needed():
+    settings = [CodeSampling(top_p=0.85, top_k=6), CodeSampling()]
+    rows = build(settings, recent=[(3,), (3,)])
+    assert rows.n_candidates == longest_list(settings, V) == 6
+    assert longest_list([CodeSampling()], V) == 0
+
+    p = code_probabilities(noise(2), rows, rows.recent, 0)
+
+    for length in (10, V):
+        longer = replace(rows, n_candidates=length)
+        torch.testing.assert_close(code_probabilities(noise(2), longer, rows.recent, 0), p)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from worker.compile.regions import compile_decode
+from worker.compile.regions import CompilePlan, Dim, Region, compile_region
+from worker.compile.report import CompileReport
 from worker.nn.decoder import (
     Decoder,
     DecoderConfig,
@@ -385,6 +386,53 @@ def test_block_moved_there_and_back_is_itself():
             torch.testing.assert_close(tensor[0, :, 12:30], copy[:, 12:], **CLOSE)
 
 
+def filled(config, n_slots=3, n_tokens=64, dtype=torch.float32):
+    """A cache in which every position holds something else."""
+    cache = KvCache.allocate(config, n_slots, n_tokens, dtype)
+    generator = torch.Generator().manual_seed(4)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "block",
+    [(20, 30, 14), (20, 30, 22), (10, 14, 40), (5, 9, 5), (3, 3, 8), (0, 64, 0), (63, 64, 0)],
+)
+def test_block_known_to_the_device_only_moves_the_same_way(block, dtype):
+    start, end, target = block
+    ours_, theirs = filled(QWEN, dtype=dtype), filled(QWEN, dtype=dtype)
+
+    ours_.move_block(ints(1, start, end - start, target), QWEN.rope_theta)
+    theirs.move(1, *block, QWEN.rope_theta)
+
+    for one, other in zip(
+        (*ours_.keys, *ours_.values), (*theirs.keys, *theirs.values), strict=True
+    ):
+        assert torch.equal(one[:, :, :64], other[:, :, :64])  # the spare position is nobody's
+
+
+def test_what_lies_behind_a_moved_block_may_be_nan():
+    cache = poisoned(QWEN)
+    prefill(ours(QWEN), cache, tokens(30))
+
+    cache.move_block(ints(0, 12, 18, 4), QWEN.rope_theta)
+
+    assert all(side[0, :, :22].isfinite().all() for side in (*cache.keys, *cache.values))
+
+
+def test_states_before_the_closing_norm_are_those_of_feed():
+    decoder, x = ours(QWEN), embeddings(QWEN, 6)[None]
+    positions = torch.arange(6)[None]
+
+    raw = decoder.run(poisoned(QWEN), x, ints(0), positions, SPAN)
+
+    normed = decoder.feed(poisoned(QWEN), x, ints(0), positions, SPAN)
+    torch.testing.assert_close(decoder.norm(raw), normed, rtol=0, atol=0)
+    assert not torch.allclose(raw, normed)
+
+
 def test_stack_without_embedding_and_head_takes_embeddings():
     theirs = reference(MHA)
     stack = DecoderStack(MHA).requires_grad_(False)
@@ -431,6 +479,7 @@ def test_missing_tensor_is_named():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiling")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 def test_compiled_decode_equals_eager_with_one_graph_for_all_layers():
@@ -443,9 +492,8 @@ def test_compiled_decode_equals_eager_with_one_graph_for_all_layers():
     with torch.inference_mode():
         eager = decoder.decode(caches[0], *step)
 
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        compile_decode(decoder)
+        region = Region("decode", "llm", decoder.decode_layers, [Dim("x", 0, 2, 3)])
+        compile_region(region, CompilePlan(), CompileReport())
         compiled = decoder.decode(caches[1], *step)
         wider = decoder.decode(caches[1], *step[:3], 48)
 

@@ -9,6 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from worker.compile.regions import CompilePlan, Dim, Region, compile_region, fix_sizes
+from worker.compile.report import CompileReport
 from worker.nn import attention, decoder
 from worker.nn.decoder import Decoder, DecoderConfig, KvCache
 
@@ -119,6 +121,23 @@ def assert_same(model, lengths, slots, counts, n_new, dtype):
             torch.testing.assert_close(
                 ours[slot, :, written], theirs[slot, :, written], **close(dtype)
             )
+
+
+@pytest.mark.usefixtures("compiling")
+def test_compiled_feeds_of_all_sizes_share_two_graphs(model):
+    """How the kernel cuts its work depends on the sizes; the compiler saw that, and made a graph
+    for nearly every one of them. One row is always a graph of its own."""
+    region = Region("llm.prefill", "llm", model.prefill_layers, [Dim("x", 1, 2, 96)])
+    report = CompileReport()
+    compile_region(region, CompilePlan(backend="eager"), report)
+    cache = cache_of(model, {})
+    fix_sizes((*cache.keys, *cache.values))
+
+    for b, n in ((3, 9), (2, 3), (1, 5), (1, 18)):
+        positions = cache.positions(ints(*[0] * b), ints(*[n] * b), n)
+        feed(model, cache, embeddings(model, b, n), range(b), positions, kernels=True)
+
+    assert report.region_graphs == {"llm.prefill": 2}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

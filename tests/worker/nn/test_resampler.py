@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from worker.nn.resampler import Resampler, ResamplerConfig, axis_table, resampler_weights
+from worker.nn.siglip import Grids
 
 TINY = ResamplerConfig(llm_dim=32, vision_width=12, n_queries=5, n_heads=4, max_side=6)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -103,6 +104,20 @@ def test_equal_grids_that_are_all_padded(ours):
     wanted = ours(states[:, :6], [(2, 3)] * 2)
     states[:, 6:] = torch.nan
     torch.testing.assert_close(ours(states, [(2, 3)] * 2), wanted, **CLOSE)
+
+
+def test_slices_of_fixed_size_equal_single_ones_whatever_the_padding_holds(ours):
+    grids = [(2, 3), (4, 5), (1, 7), (20, 1)]
+    states = random_states(4, 24)
+    single = [ours(states[i : i + 1, : h * w], [(h, w)])[0] for i, (h, w) in enumerate(grids)]
+    for row, (h, w) in enumerate(grids):
+        states[row, h * w :] = torch.nan
+    places = Grids(
+        torch.tensor([w for _, w in grids], dtype=torch.int32),
+        torch.tensor([h * w for h, w in grids], dtype=torch.int32),
+    )
+    got = ours.padded(states, places, ours.axis_positions(24))
+    torch.testing.assert_close(got, torch.stack(single), **CLOSE)
 
 
 def test_queries_stay_exact_when_the_checkpoint_is_bf16(source):

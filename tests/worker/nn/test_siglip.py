@@ -6,10 +6,15 @@ import torch
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from worker.nn.siglip import (
+    SHADE,
+    Grids,
     VisionConfig,
     VisionEncoder,
+    VisionLayer,
     axis_bins,
+    cut_patches,
     normalise,
+    padded_position_ids,
     patchify,
     position_ids,
     vision_weights,
@@ -147,18 +152,11 @@ def test_a_padded_batch_equals_single_slices_whatever_the_padding_holds(ours):
         torch.testing.assert_close(states[row, : h * w], single[row], **CLOSE)
 
 
-def test_a_slice_alone_takes_no_mask(ours):
+def test_a_slice_alone_takes_no_mask():
     seen = []
-
-    def watch(layer):
-        def call(x, visible):
-            seen.append(visible)
-            return layer.forward(x, visible)
-
-        return call
-
     model = VisionEncoder(TINY)
-    model.layer_calls = [watch(layer) for layer in model.layers]
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1]))
     model(random_patches(2, 12), [(4, 3), (3, 4)])
     assert seen == [None, None]
     model(random_patches(2, 12), [(4, 3), (3, 3)])
@@ -186,6 +184,77 @@ def test_patches_hold_channels_first_row_by_row():
 
 def test_normalised_pixels_span_minus_one_to_one():
     assert normalise(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [-1.0, 1.0]
+
+
+# ---- padded to fixed sizes
+
+N = 20
+GRIDS = [(4, 3), (1, 5), (4, 5), (1, 1), (7, 2)]
+
+
+def padded_inputs(grids, garbage=0):
+    """Random slices as they lie in memory, garbage behind each; and where their patches are."""
+    random = np.random.default_rng(3)
+    p = TINY.patch_size
+    slices = [random.integers(0, 256, (h * p, w * p, 3), dtype=np.uint8) for h, w in grids]
+    pixels = np.full((len(grids), N * TINY.patch_values), garbage, dtype=np.uint8)
+    for row, one in enumerate(slices):
+        pixels[row, : one.size] = one.flatten()
+    places = Grids(
+        torch.tensor([w for _, w in grids], dtype=torch.int32),
+        torch.tensor([h * w for h, w in grids], dtype=torch.int32),
+    )
+    ids = np.stack([padded_position_ids(grid, N, SIDE) for grid in grids])
+    pixels = torch.from_numpy(pixels).view(len(grids), N, -1)
+    return [torch.from_numpy(one) for one in slices], (pixels, places, torch.from_numpy(ids))
+
+
+def test_patches_are_cut_from_memory_whatever_lies_behind_a_slice():
+    slices, (pixels, places, _) = padded_inputs(GRIDS, garbage=255)
+    patches = cut_patches(pixels, places, TINY.patch_size)
+    for row, one in zip(patches, slices, strict=True):
+        wanted = normalise(patchify(one, TINY.patch_size))
+        assert torch.equal(row[: len(wanted)], wanted)
+        assert not row[len(wanted) :].any()
+
+
+def test_slices_of_fixed_size_equal_single_ones(ours):
+    slices, inputs = padded_inputs(GRIDS)
+    states = ours.padded(*inputs)
+    assert states.isfinite().all()
+    for row, one, grid in zip(states, slices, GRIDS, strict=True):
+        wanted = ours(normalise(patchify(one, TINY.patch_size))[None], [grid])[0]
+        torch.testing.assert_close(row[: len(wanted)], wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_adds_nothing_at_all_even_to_large_scores(dtype):
+    torch.manual_seed(4)
+    layer = VisionLayer(TINY).to(dtype)
+    torch.nn.init.normal_(layer.qkv.weight, std=3)  # scores of some hundreds
+    x = torch.randn(2, N, TINY.width).to(dtype)
+    shade = torch.zeros(2, N, dtype=dtype)
+    shade[:, 12:] = SHADE
+    states = layer.padded(x, shade)[:, :12]
+    x[:, 12:] *= -5
+    assert torch.equal(layer.padded(x, shade)[:, :12], states)
+    wanted = layer(x[:, :12], None)
+    likeness = torch.cosine_similarity(states.float(), wanted.float(), dim=-1)
+    assert likeness.min() > (0.9999 if dtype == torch.float32 else 0.99)
+
+
+def test_inputs_of_zeros_are_valid(ours):
+    nothing = torch.zeros(2, dtype=torch.int32)
+    pixels = torch.zeros(2, N, TINY.patch_values, dtype=torch.uint8)
+    states = ours.padded(pixels, Grids(nothing, nothing), torch.zeros(2, N, dtype=torch.int32))
+    assert states.isfinite().all()
+
+
+def test_places_go_row_by_row_and_padding_stays_inside():
+    rows, columns, is_patch = Grids(torch.tensor([3]), torch.tensor([6])).places(9)
+    assert rows.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 1]]
+    assert columns.tolist() == [[0, 1, 2, 0, 1, 2, 2, 2, 2]]
+    assert is_patch.tolist() == [[True] * 6 + [False] * 3]
 
 
 # ---- weights

@@ -8,36 +8,32 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations
 
+from tests.fakes.speech_head import (
+    CONFIG,
+    END,
+    N_TOKENS,
+    asked,
+    build,
+    ending,
+    hidden,
+    n_live,
+    poisoned,
+    ragged,
+    source,
+)
 from tests.gpu import waits_are
 from worker.nn import speech
 from worker.nn.decoder import KvCache, Rows
 from worker.nn.speech import (
     CodeSampling,
-    SpeechConfig,
-    SpeechHead,
     SpeechRequest,
     SpeechTrace,
     fold_weight_norm,
     speech_weights,
 )
+from worker.nn.speech_request import InputKind
 
-CONFIG = SpeechConfig(
-    llm_dim=12,
-    hidden_size=16,
-    n_layers=2,
-    n_heads=2,
-    n_kv_heads=2,
-    head_dim=8,
-    ffn_size=24,
-    n_codes=41,
-    n_text_tokens=50,
-    audio_bos_id=48,
-    text_eos_id=49,
-)
-END = CONFIG.end_code
-N_TOKENS = 160
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
-UNIT = {"max_new": 26, "min_new": 26, "drops_last": True, "sampling": CONFIG.unit_sampling()}
 
 
 @pytest.fixture(params=["rows", "span"], autouse=True)
@@ -45,48 +41,6 @@ def reach(request, monkeypatch):
     """Both ways through a run: the CPU's, and the accelerator's, which reads nothing back."""
     if request.param == "span":
         monkeypatch.setattr(speech, "_is_host", lambda device: False)
-
-
-def source(config=CONFIG, seed=0):
-    """Random tensors under the checkpoint's names."""
-    generator = torch.Generator().manual_seed(seed)
-    d, f, w = config.hidden_size, config.ffn_size, config.n_heads * config.head_dim
-
-    def tensor(*shape, scale=0.5):
-        return torch.randn(shape, generator=generator) * scale
-
-    tensors = {
-        "emb_text.weight": tensor(config.n_text_tokens, d),
-        "emb_code.0.weight": tensor(config.n_codes, d),
-        "head_code.0.parametrizations.weight.original0": tensor(config.n_codes, 1, scale=2).abs(),
-        "head_code.0.parametrizations.weight.original1": tensor(config.n_codes, d),
-        "projector_semantic.linear1.weight": tensor(d, config.llm_dim),
-        "projector_semantic.linear1.bias": tensor(d),
-        "projector_semantic.linear2.weight": tensor(d, d),
-        "projector_semantic.linear2.bias": tensor(d),
-        "projector_spk.linear1.weight": tensor(d, config.llm_dim),
-        "model.embed_tokens.weight": tensor(7, d),
-        "model.norm.weight": 1 + tensor(d, scale=0.1),
-    }
-    for n in range(config.n_layers):
-        layer = f"model.layers.{n}"
-        tensors |= {
-            f"{layer}.input_layernorm.weight": 1 + tensor(d, scale=0.1),
-            f"{layer}.post_attention_layernorm.weight": 1 + tensor(d, scale=0.1),
-            **{f"{layer}.self_attn.{name}_proj.weight": tensor(w, d) for name in "qkv"},
-            f"{layer}.self_attn.o_proj.weight": tensor(d, w),
-            f"{layer}.mlp.gate_proj.weight": tensor(f, d),
-            f"{layer}.mlp.up_proj.weight": tensor(f, d),
-            f"{layer}.mlp.down_proj.weight": tensor(d, f),
-        }
-    return tensors
-
-
-def build(config=CONFIG, **changed):
-    with torch.device("meta"):
-        head = SpeechHead(config)
-    head.load_state_dict(speech_weights(source(config) | changed, config), strict=True, assign=True)
-    return head.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -97,36 +51,6 @@ def head():
 @pytest.fixture
 def cache():
     return poisoned()
-
-
-def poisoned(n_slots=4, n_tokens=N_TOKENS):
-    cache = KvCache.allocate(CONFIG.decoder, n_slots, n_tokens)
-    for slot in range(n_slots):
-        cache.poison(slot)
-    return cache
-
-
-def hidden(n, seed=0):
-    return torch.randn(n, CONFIG.llm_dim, generator=torch.Generator().manual_seed(100 + seed))
-
-
-def uniforms(n, seed=0):
-    return torch.rand(
-        n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).tolist()
-
-
-def asked(n_text=3, seed=0, slot=0, start=0, **fields):
-    fields = UNIT | fields
-    texts = np.random.default_rng(seed).integers(0, 48, size=n_text)
-    return SpeechRequest(
-        slot=slot,
-        start=start,
-        text_ids=tuple(texts.tolist()),
-        hidden=hidden(n_text, seed) if n_text else None,
-        draws=fields.pop("draws", uniforms(fields["max_new"], seed)),
-        **fields,
-    )
 
 
 def by_the_letter(head, conditions, request, before=()):
@@ -167,11 +91,6 @@ def conditions_of(head, request):
     ]
     closing = [CONFIG.text_eos_id] if request.is_closing else []
     return torch.cat([*rows, head.emb_text(torch.tensor([*closing, CONFIG.audio_bos_id]))])
-
-
-def n_live(request, outcome):
-    codes, has_ended = outcome
-    return request.n_inputs + len(codes) - int(not has_ended and not request.drops_last)
 
 
 # ---- weights and inputs
@@ -240,6 +159,27 @@ def test_rows_of_inputs_do_not_mix(head):
     torch.testing.assert_close(together[3, 0], head.emb_code.weight[11])
 
 
+def test_inputs_in_pieces_are_the_whole(head):
+    requests = [
+        asked(5, slot=1, is_closing=True, given_codes=(7, 8, 9)),
+        asked(1, seed=1, normalize=False),
+        SpeechRequest(slot=2, start=9, last_code=11),
+    ]
+    expected, pieces = head.inputs(requests, 12), []
+    for offset in range(0, 12, 4):
+        arrays = {name: np.full((3, 4), 30) for name in ("ids", "kinds", "places")}
+        states = head.fill_inputs(arrays, requests, offset)
+        states = torch.cat([*states, torch.full((1, CONFIG.llm_dim), torch.nan)])
+        places = torch.from_numpy(arrays["places"])
+        is_condition = torch.from_numpy(arrays["kinds"]) >= InputKind.STATE
+        # What no row asks for may be anything.
+        places = places.where(is_condition, len(states) - 1)
+        ids, kinds = (torch.from_numpy(arrays[name]) for name in ("ids", "kinds"))
+        pieces.append(head.input_rows(ids, kinds, states[places]))
+
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected)
+
+
 # ---- runs
 
 
@@ -267,34 +207,6 @@ def test_units_of_a_turn_follow_each_other(head, cache):
         before += [conditions, head.emb_code(torch.tensor(outcome[0]))]
         start += n_live(request, outcome)
     assert start == sum((3 + 25, 1 + 25, 6 + 25))
-
-
-def ragged(start_of=lambda slot: 0):
-    """Rows of all kinds: lengths, settings, ends."""
-    return [
-        asked(4, seed=1, slot=2, start=start_of(2)),
-        asked(0, seed=2, slot=0, start=start_of(0), max_new=9, min_new=0),
-        asked(
-            11,
-            seed=3,
-            slot=3,
-            start=start_of(3),
-            is_closing=True,
-            max_new=33,
-            min_new=4,
-            drops_last=False,
-            sampling=CONFIG.text_sampling(),
-            recent=(1, 2, 3, 3),
-        ),
-        asked(
-            2,
-            seed=4,
-            slot=1,
-            start=start_of(1),
-            min_new=0,
-            sampling=CodeSampling(is_greedy=True, window=3),
-        ),
-    ]
 
 
 def test_batched_row_equals_single(head):
@@ -395,6 +307,36 @@ def test_a_run_in_pieces_equals_the_whole(head, sizes):
     assert len(codes) == 30
 
 
+@pytest.mark.parametrize("drops_last", [False, True])
+@pytest.mark.parametrize("max_new", [0, 1, 7, 8, 14, 20])
+def test_pieces_that_a_request_makes_equal_the_whole(head, max_new, drops_last):
+    whole = asked(
+        4,
+        start=2,
+        max_new=max_new,
+        min_new=5,
+        drops_last=drops_last,
+        sampling=CONFIG.text_sampling(),
+        given_codes=(3, 4),
+        recent=(1, 2),
+    )
+    caches = poisoned(), poisoned()
+    for cache in caches:
+        head.speak(cache, [asked(1, max_new=0, min_new=0)])
+    [expected] = head.speak(caches[0], [whole])
+
+    said, has_ended, n_done = (), False, 0
+    while n_done < max(1, max_new) and not has_ended:
+        [(codes, has_ended)] = head.speak(caches[1], [whole.piece(said, 7)])
+        said += codes
+        n_done += 7
+
+    assert (said, has_ended) == expected
+    end = whole.start + n_live(whole, expected) if max_new else whole.end
+    for cache in caches:
+        assert cache.keys[0][0, 0, : cache.n_tokens, 0].isfinite().sum() == end
+
+
 def test_saved_slot_goes_on_in_another(head, cache):
     first, second = asked(3), asked(4, seed=1, start=29)
     [outcome] = head.speak(cache, [first])
@@ -449,14 +391,6 @@ def test_nothing_is_written_behind_the_live_positions(head):
 
 
 # ---- settings
-
-
-def ending(strength):
-    """A head whose end code is likely."""
-    name = "head_code.0.parametrizations.weight.original0"
-    gain = source()[name]
-    gain[END] *= strength
-    return build(**{name: gain})
 
 
 def test_end_code_ends_the_run_and_is_not_returned(cache):

@@ -9,6 +9,9 @@ import torch
 from tests.gpu import waits_are
 from worker.nn.text_sampling import (
     CANDIDATE_STEP,
+    FIXED_CANDIDATES,
+    FIXED_HISTORY,
+    TIE_ROOM,
     DuplexSampling,
     DuplexVocabulary,
     decide,
@@ -16,6 +19,9 @@ from worker.nn.text_sampling import (
     decision_inputs,
     draw_hits,
     draw_index,
+    fill_decisions,
+    fixed_inputs,
+    has_fixed_sizes,
 )
 
 V = 60
@@ -362,6 +368,81 @@ def test_probabilities_of_bf16_logits_are_fp32():
 
     assert torch.equal(ours.p_chunk_eos, exact.p_chunk_eos)
     assert torch.equal(ours.probabilities, exact.probabilities)
+
+
+def fixed_arrays(n_rows):
+    """Inputs of fixed sizes, zeros as at the start of a program, and their tensors."""
+    arrays = {
+        "numbers": np.zeros((n_rows, 8)),
+        "draws": np.zeros((n_rows, 2)),
+        "recent": np.zeros((n_rows, FIXED_HISTORY), np.int64),
+    }
+    return arrays, {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+FIXED = [s for s in SETTINGS if s.top_k]
+
+
+def test_fixed_sizes_decide_as_exact_ones():
+    """Among rows of padding, and over what an earlier, longer history has left."""
+    arrays, tensors = fixed_arrays(2 * len(FIXED))
+    arrays["recent"][:] = 7
+    rows = list(range(1, 2 * len(FIXED), 2))
+    for seed in range(20):
+        logits, said, draws = cases(len(FIXED), seed)
+        fill_decisions(arrays, rows, FIXED, said, draws, V)
+        spread = noise(2 * len(FIXED), seed=100 + seed)
+        spread[rows] = logits
+
+        chosen = decide_stages(spread, fixed_inputs(tensors, V), VOCABULARY, False, True).chosen
+
+        exact = decide(logits, FIXED, said, draws, VOCABULARY)
+        assert chosen[rows].tolist() == exact.tolist()
+
+
+def test_zeros_are_valid_inputs_of_fixed_sizes():
+    _, tensors = fixed_arrays(3)
+
+    chosen = decide_stages(noise(3), fixed_inputs(tensors, V), VOCABULARY, False, True).chosen
+
+    assert ((chosen >= 0) & (chosen < V)).all()
+
+
+@pytest.mark.parametrize(
+    ("setting", "n_said", "fits"),
+    [
+        (DuplexSampling(), 2048, True),
+        (DuplexSampling(top_k=FIXED_CANDIDATES - TIE_ROOM), 0, True),
+        (DuplexSampling(top_k=FIXED_CANDIDATES - TIE_ROOM + 1), 0, False),
+        (DuplexSampling(top_k=0), 0, False),
+        (DuplexSampling(window=FIXED_HISTORY + 1), FIXED_HISTORY, True),
+        (DuplexSampling(window=FIXED_HISTORY + 1), FIXED_HISTORY + 1, False),
+        (DuplexSampling(window=0), FIXED_HISTORY + 1, True),
+    ],
+)
+def test_what_is_larger_than_the_fixed_sizes_is_known_beforehand(setting, n_said, fits):
+    assert has_fixed_sizes(setting, np.zeros(n_said, np.int64)) is fits
+
+
+@pytest.mark.parametrize("n_ties", [1, TIE_ROOM, TIE_ROOM + 1, 40])
+def test_the_length_of_the_candidate_list_changes_nothing(n_ties):
+    """Ties with the k-th used to stay as far as the list went, and a neighbour made it longer."""
+    k = FIXED_CANDIDATES - TIE_ROOM
+    logits = torch.full((1, V), -torch.inf)
+    logits[0, :n_ties] = 1.0
+    logits[0, -(k - 1) :] = torch.linspace(2, 3, k - 1)
+    settings = [dataclasses.replace(PLAIN, top_k=k)]
+    inputs = decision_inputs(settings, [NOTHING], [(0.9, 0.5)], V, "cpu")
+    open_vocabulary = dataclasses.replace(VOCABULARY, forbidden=torch.zeros(V, dtype=torch.bool))
+
+    def probabilities(n_candidates):
+        sized = dataclasses.replace(inputs, n_candidates=n_candidates)
+        stages = decide_stages(logits, sized, open_vocabulary, False, True)
+        return stages.probabilities[stages.probabilities > 0].sort().values
+
+    assert inputs.n_candidates == FIXED_CANDIDATES
+    assert torch.equal(probabilities(FIXED_CANDIDATES), probabilities(V))
+    assert len(probabilities(V)) == k - 1 + min(n_ties, TIE_ROOM + 1)
 
 
 def test_draw_is_the_first_sum_that_passes_it():

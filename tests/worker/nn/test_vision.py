@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from worker.nn.resampler import ResamplerConfig
-from worker.nn.siglip import VisionConfig
+from worker.nn.siglip import Grids, VisionConfig, padded_position_ids
 from worker.nn.vision import VisionTower
 
 P = 2
@@ -82,6 +82,20 @@ def test_read_only_and_strided_pixels_are_taken(tower, slices):
     view = wide[:, 4:12]
     view.flags.writeable = False
     torch.testing.assert_close(tower.encode([view]), tower.encode(slices[:1]), rtol=0, atol=0)
+
+
+def test_slices_in_tensors_equal_single_slices(tower, slices):
+    n, size = 14, 3 * P**2
+    pixels = torch.full((len(slices), n, size), 255, dtype=torch.uint8)
+    for row, one in enumerate(slices):
+        pixels[row].view(-1)[: one.size] = torch.from_numpy(one).flatten()
+    grids = Grids(
+        torch.tensor([w for _, w in GRIDS], dtype=torch.int32),
+        torch.tensor([h * w for h, w in GRIDS], dtype=torch.int32),
+    )
+    ids = torch.stack([torch.from_numpy(padded_position_ids(grid, n, 6)) for grid in GRIDS])
+    got = tower.encode_padded(pixels, grids, ids, tower.resampler.axis_positions(n))
+    torch.testing.assert_close(got, tower.encode(slices), **CLOSE)
 
 
 def loaded_like(tower):

@@ -309,3 +309,23 @@ def test_nothing_in_a_chunk_waits_for_the_device(
     chunks = vocoder.chunk([0, 1], mel, is_last=False) + vocoder.chunk([1, 0], mel, is_last=True)
 
     assert [len(chunk) for chunk in chunks] == [50 * HOP] * 2 + [58 * HOP] * 2
+
+
+@pytest.mark.parametrize("cuts", [(12, 9, 50, 6), (34,), (6,), (8, 41, 2)])
+def test_windows_that_know_nothing_of_the_turn_give_the_same(
+    make: Make, cuts: tuple[int, ...]
+) -> None:
+    """What a captured graph does: every window in full, begins found on the device."""
+    vocoder, mel = make(), mel_of(sum(cuts), 4)
+    expected = turn(vocoder, 1, mel, cuts)
+    vocoder.poison(1)
+    vocoder.start_turn(1)
+
+    pieces = []
+    for i, piece in enumerate(mel.split(cuts, dim=2)):
+        is_last = i == len(cuts) - 1
+        (silence,) = vocoder.book([1], piece.shape[2], is_last)
+        pieces.append(vocoder.advance(torch.tensor([1]), piece, is_last)[0, silence:])
+
+    for ours, theirs in zip(pieces, expected, strict=True):
+        same(ours, theirs)

@@ -1,5 +1,6 @@
 """The worker's command line: what it refuses, and that nothing heavy is imported too early."""
 
+import gc
 import json
 import logging
 import os
@@ -16,8 +17,8 @@ import pytest
 import worker.__main__ as command_line
 from shared.config import Config
 from shared.errors import ModelLoadError
-from worker.__main__ import WARM_UP_CLIP, builder_of, main, settings_of
-from worker.sessions.rehearsal import ANSWER_S, warm_up_chunks
+from tests.fakes.worker import FakeWorker
+from worker.__main__ import builder_of, compiling_of, main, settings_of
 
 CHECKPOINT = Path(__file__).parents[2] / "golden/data/checkpoint"
 
@@ -55,7 +56,8 @@ def test_settings_come_from_the_configuration():
 
 
 def test_the_large_model_without_weights_is_refused_where_it_is_built():
-    build = builder_of(config(model={"backend": "minicpmo45"}))
+    asked = config(model={"backend": "minicpmo45"})
+    build = builder_of(asked, compiling_of(asked, n_slots=1))
 
     with pytest.raises(ModelLoadError, match="there are no weights"):
         build()
@@ -67,6 +69,14 @@ def test_a_bad_configuration_ends_with_two_and_names_the_key(tmp_path, capsys):
 
     assert main(["--config", str(path), "--port", "0"]) == 2
     assert "service.gatway_port" in capsys.readouterr().err
+
+
+def test_a_missing_warm_up_video_ends_with_two_before_anything_is_loaded(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"compile": {"warmup_video": "gone.mp4"}}))
+
+    assert main(["--config", str(path), "--port", "0"]) == 2
+    assert "compile.warmup_video: gone.mp4: no such file" in capsys.readouterr().err
 
 
 def test_a_taken_port_ends_with_one(capsys):
@@ -155,8 +165,9 @@ def test_the_port_answers_before_torch_is_imported():
 def test_every_thread_of_the_cascade_computes_alone(tmp_path):
     """torch.set_num_threads holds for the thread that calls it; the senses lane used two cores."""
     code = """
-import pathlib, threading, worker.__main__ as main
-main._build_cascade(pathlib.Path("data"), False)
+import threading, worker.__main__ as main
+from shared.config import Config
+main.builder_of(Config(), main.compiling_of(Config(), 1))()
 import torch
 threading.Thread(target=lambda: print(torch.__config__.parallel_info())).start()
 """
@@ -193,6 +204,58 @@ def test_a_worker_process_answers_at_once_and_ends_with_zero_when_asked_to(numbe
     assert process.returncode == 0
 
 
+def start_only(tmp_path, **sections):
+    """Exit code and report of a tiny model's worker that only starts."""
+    report, path = tmp_path / "report.json", tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"model": {"backend": "minicpmo45"}, "audio": {"enabled": False}, **sections})
+    )
+    code = main(["--config", str(path), "--port", "0", "--start-only", str(report)])
+    gc.unfreeze()
+    return code, report
+
+
+def test_a_start_alone_writes_its_report_and_ends_with_zero(tmp_path):
+    code, report = start_only(
+        tmp_path, model={"backend": "minicpmo45", "model_path": str(CHECKPOINT)}
+    )
+    told = json.loads(report.read_text())
+
+    assert code == 0
+    assert (told["state"], told["degraded"]) == ("disabled", False)
+    assert set(told["stage_seconds"]) == {
+        *("load_model", "init_unified", "apply_torch_compile", "warmup_compile")
+    }
+    assert told["start_s"] == pytest.approx(sum(told["stage_seconds"].values()), abs=0.05)
+    assert told["versions"]["torch"]
+
+
+def test_a_start_that_fails_writes_no_report_and_ends_with_one(tmp_path):
+    code, report = start_only(tmp_path)
+
+    assert code == 1
+    assert not report.exists()
+
+
+async def report_of_a_ready_worker(path):
+    worker = await FakeWorker().start()
+    written = await command_line._report_start(worker.lifecycle, path)
+    await worker.close()
+    return written, await worker.code()
+
+
+async def test_the_report_is_written_when_the_worker_is_ready_and_ends_it(tmp_path):
+    assert await report_of_a_ready_worker(tmp_path / "report.json") == (True, 0)
+    assert json.loads((tmp_path / "report.json").read_text())["stage_seconds"]
+
+
+async def test_a_report_that_cannot_be_written_is_told(tmp_path, caplog):
+    written, _ = await report_of_a_ready_worker(tmp_path / "no" / "report.json")
+
+    assert not written
+    assert "report cannot be written" in caplog.text
+
+
 async def test_what_the_start_has_made_is_out_of_the_collectors_way_after_the_warm_up(monkeypatch):
     done = []
 
@@ -202,10 +265,5 @@ async def test_what_the_start_has_made_is_out_of_the_collectors_way_after_the_wa
     monkeypatch.setattr(command_line, "rehearse", rehearse)
     monkeypatch.setattr(command_line.gc, "collect", lambda: done.append("collect"))
     monkeypatch.setattr(command_line.gc, "freeze", lambda: done.append("freeze"))
-    await command_line._warm_up(host=None, progress=None)
+    await command_line._warm_up([], host=None, progress=None)
     assert done == ["rehearse", "collect", "freeze"]
-
-
-def test_the_shipped_warm_up_clip_can_be_played():
-    assert WARM_UP_CLIP.exists()
-    assert len(warm_up_chunks(WARM_UP_CLIP)) > ANSWER_S

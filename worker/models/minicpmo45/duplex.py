@@ -10,6 +10,7 @@ chosen.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -52,6 +53,9 @@ MAX_PROMPT_SHARE: Final = 0.5
 """Largest part of the window that the prompt may take."""
 PREPARE_S: Final = 1.0
 """A prompt's ops are to run within this time: no sooner than the units that are due already."""
+CHATTER: Final = "Hello, I am here."
+MAX_CHATTER_WORDS: Final = 10
+"""About what one second can say, and short enough for all of a unit's script to be decoded."""
 IGNORED: Final = frozenset({"ls_mode"})
 """Settings that mean nothing to this model; named in `prepared.ignored`."""
 
@@ -69,7 +73,7 @@ class Duplex:
     code_sampling: CodeSampling = field(default_factory=CodeSampling)
     script: Iterator[int] | None = None
     """Decided ids are replaced by these, as long as there are any: benchmarks on random weights,
-    replays."""
+    replays, a warm-up that is sure to speak."""
     n_tokens: int = 0
     """Filled positions of the context."""
     pending: tuple[int, ...] = ()
@@ -117,6 +121,16 @@ class Decision:
 
 def new_state(model: MiniCpmO45, slot: int, seed: int) -> Duplex:
     return Duplex(slot, Window(model.window, model.n_positions), SeededDraws(seed))
+
+
+def talkative_state(model: MiniCpmO45, slot: int) -> Duplex:
+    """Return a session that says `CHATTER` in every unit; every third one ends the turn."""
+    ids = model.tokenizer.ids
+    unit_begin = (ids.speak, *model.tokenizer.encode(CHATTER)[:MAX_CHATTER_WORDS])
+    goes_on, ends = (*unit_begin, ids.chunk_eos), (*unit_begin, ids.turn_eos, ids.chunk_eos)
+    state = new_state(model, slot, seed=0)
+    state.script = itertools.cycle((*goes_on, *goes_on, *ends))
+    return state
 
 
 # ---- prompt

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from shared.config import Compat
 from shared.errors import EngineFault, ModelLoadError, VoiceUnavailable
+from worker.compile.compiler import Compiler
 from worker.engine.contract import Op, Program
 from worker.models.batches import one_by_one
 from worker.models.contract import Progress, Prompt, Unit
@@ -30,24 +31,21 @@ from worker.models.minicpmo45 import duplex, ops
 from worker.models.minicpmo45.images import slice_image
 from worker.models.minicpmo45.language import Language
 from worker.models.minicpmo45.loading import Loaded
+from worker.models.minicpmo45.moving import Mover
 from worker.models.minicpmo45.ops import PreparedInput, Spoken
+from worker.models.minicpmo45.senses import Senses
+from worker.models.minicpmo45.speech_stages import SpeechStages
 from worker.models.minicpmo45.window import WindowSettings
-from worker.nn.audio_encoder import AudioCache
 from worker.nn.code_sampling import CodeSampling
-from worker.nn.decoder import KvCache, Rows
+from worker.nn.decoder import KvCache
 from worker.nn.mel import clip_mel
-from worker.nn.shapes import rounded_up
 from worker.nn.speech import SpeechRequest
-from worker.nn.transfer import ints, to_device
 
 log = logging.getLogger(__name__)
 
 UNIT_SAMPLES = 16_000
 MAX_VOICE_FRAMES = 500
 """Of a reference voice: 10 s at 50 Hz; longer ones are cut. A slot holds 0.65 MB a frame."""
-
-AUDIO_SPAN_STEP = 500
-"""Frames: a stream starts again after 29 s, so its cache is full in the last of three spans."""
 
 HOST = "host"
 LANGUAGE = "language"
@@ -114,8 +112,10 @@ class MiniCpmO45:
         load: Callable[[Progress], Loaded],
         options: ModelOptions = ModelOptions(),
         clock: Callable[[], float] = time.monotonic,
+        compiler: Compiler | None = None,
     ) -> None:
         self.clock = clock
+        self.compiler = compiler or Compiler()
         self.compat = options.compat
         self.window = options.window
         self.n_speech_positions = options.n_speech_positions
@@ -145,6 +145,7 @@ class MiniCpmO45:
     def init_unified(self, n_slots: int, progress: Progress) -> None:
         """Allocate the caches of `n_slots` sessions. Raises ModelLoadError if memory is short."""
         progress(0.0, f"caches of {n_slots} slots")
+        self.compiler.prepare(self.device)
         too_many = f"for {n_slots} slots: set service.sessions_per_worker to a lower number"
         with enough_memory(too_many):
             self._allocate(n_slots, progress)
@@ -158,24 +159,39 @@ class MiniCpmO45:
     def _allocate(self, n_slots: int, progress: Progress) -> None:
         dtype, device = self.dtype, self.device
         self.language = Language(
-            self.parts.llm, self.tokenizer, self.compat, n_slots, self.n_positions
+            self.parts.llm, self.tokenizer, self.compat, n_slots, self.n_positions, self.compiler
         )
-        self.audio_cache = AudioCache.allocate(self.config.audio, n_slots, dtype, device)
+        self.senses = Senses(
+            self.parts.vision, self.parts.audio, self.config.slices, n_slots, self.compiler
+        )
+        self.audio_cache = self.senses.cache
         self.default_voice: Any = None
+        self.speech_stages: SpeechStages | None = None
         if self.token2wav is not None:
             progress(0.5, "voice")
             self.speech_cache = KvCache.allocate(
                 self.config.speech.decoder, n_slots, self.n_speech_positions, dtype, device
             )
+            theta = self.config.speech.decoder.rope_theta
+            self.speech_mover = Mover("tts.move", self.speech_cache, theta, self.compiler)
+            if self.uses_stages:
+                n_rows = min(n_slots, MAX_BATCH[ops.SPEAK])
+                self.speech_stages = SpeechStages(
+                    self.parts.speech, self.speech_cache, self.compiler, n_rows
+                )
             self.token2wav.allocate(n_slots, MAX_VOICE_FRAMES)
             self.default_voice = self.token2wav.set_voice(self._default_features)
 
     def apply_torch_compile(self, progress: Progress) -> str:
-        """Say that nothing is compiled."""
-        progress(1.0, "off")
-        return "off"
+        """Compile what the parts have declared; returns a note."""
+        return self.compiler.compile(progress)
 
     # ---- what programs ask about
+
+    @property
+    def uses_stages(self) -> bool:
+        """Few shapes, for graphs and compiled regions; else exact ones, which a CPU prefers."""
+        return self.device.type == "cuda" or self.compiler.plan is not None
 
     @property
     def n_positions(self) -> int:
@@ -240,8 +256,8 @@ class MiniCpmO45:
         return {
             ops.PREPARE_INPUT: one_by_one(self._prepare_input),
             ops.PREPARE_VOICE: one_by_one(self._prepare_voice),
-            ops.ENCODE_IMAGES: one_by_one(self.parts.vision.encode),
-            ops.ENCODE_AUDIO: self._encode_audio,
+            ops.ENCODE_IMAGES: self.senses.encode_images,
+            ops.ENCODE_AUDIO: self.senses.encode_audio,
             ops.ENCODE_CLIP: one_by_one(self._encode_clip),
             ops.PREFILL: self.language.prefill,
             ops.DECODE: self.language.decode,
@@ -266,28 +282,6 @@ class MiniCpmO45:
         assert self.voice_encoder is not None
         return self.voice_encoder.encode(request.samples)
 
-    def _encode_audio(self, requests: Sequence[ops.AudioRequest]) -> list[Tensor]:
-        mel = to_device(torch.stack([request.mel for request in requests]).numpy(), self.device)
-        is_first = requests[0].is_first
-        slots = tuple(request.slot for request in requests)
-        n_new = self.config.audio.stream_frames(mel.shape[-1], is_first)
-        ends = tuple(request.past + n_new for request in requests)
-        # On an accelerator few spans, so that few shapes occur.
-        reach: Rows | int = min(
-            rounded_up(max(ends), AUDIO_SPAN_STEP), self.config.audio.max_positions
-        )
-        if self.device.type == "cpu":
-            reach = Rows(slots, ends)
-        encoded = self.parts.audio.stream(
-            self.audio_cache,
-            mel,
-            ints(slots, self.device),
-            ints([request.past for request in requests], self.device),
-            is_first,
-            reach,
-        )
-        return list(encoded)
-
     def _encode_clip(self, request: ops.ClipRequest) -> Tensor:
         mel, lens = clip_mel(request.samples)
         n_missing = max(0, request.padded_frames - mel.shape[2])
@@ -299,7 +293,10 @@ class MiniCpmO45:
         )
 
     def _speak(self, requests: Sequence[SpeechRequest]) -> list[Spoken]:
-        spoken = self.parts.speech.speak(self.speech_cache, requests)
+        if self.speech_stages is not None:
+            spoken = self.speech_stages.speak(requests)
+        else:
+            spoken = self.parts.speech.speak(self.speech_cache, requests)
         return [Spoken(codes, has_ended) for codes, has_ended in spoken]
 
     def _set_voice(self, features: Any) -> Any:
@@ -319,17 +316,18 @@ class MiniCpmO45:
         )
 
     def _move(self, request: ops.MoveRequest) -> None:
-        cache, config = self.language.cache, self.config.llm
-        if request.cache == "speech":
-            cache, config = self.speech_cache, self.config.speech.decoder
-        cache.move(
-            request.slot, request.start, request.end, request.target, theta=config.rope_theta
-        )
+        if request.cache == "context":
+            self.language.move(request)
+        else:
+            self.speech_mover.move(request)
 
     # ---- sessions
 
     def new_state(self, slot: int) -> Any:
         return duplex.new_state(self, slot, seed=secrets.randbits(63))
+
+    def talkative_state(self, slot: int) -> Any:
+        return duplex.talkative_state(self, slot)
 
     def prepare(self, state: Any, prompt: Prompt) -> Program:
         return duplex.prepare(self, state, prompt)
@@ -349,7 +347,7 @@ class MiniCpmO45:
     def poison_slot(self, slot: int) -> None:
         """Make everything that the slot holds unreadable: whoever still looks at it gets NaN."""
         self.language.poison(slot)
-        self.audio_cache.poison(slot)
+        self.senses.poison(slot)
         if self.token2wav is not None:
             self.speech_cache.poison(slot)
             self.token2wav.poison(slot)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.errors import ModelLoadError
+from worker.compile.compiler import Compiler
 from worker.models.minicpmo45.checkpoint import (
     CheckedTensors,
     Entry,
@@ -30,13 +31,14 @@ from worker.models.minicpmo45.layout import Shapes, check_tensors
 from worker.models.minicpmo45.voice import MAX_USED_S, SILENT_CODE, VoiceFeatures
 from worker.models.minicpmo45.voice_config import read_flow_config, read_hift_config
 from worker.models.minicpmo45.voice_layout import flow_shapes, hift_shapes
+from worker.models.minicpmo45.voice_stages import VoiceStages
 from worker.models.minicpmo45.weights import RandomTensors, fill
 from worker.nn.causal_vocoder import CausalVocoder
 from worker.nn.conformer import FRAMES_PER_TOKEN, Trim
 from worker.nn.flow import Flow, FlowCache, FlowConfig, FlowVoice, flow_weights
 from worker.nn.hift import Hift, HiftConfig, hift_weights, legacy_config
 from worker.nn.legacy_vocoder import LegacyVocoder
-from worker.nn.transfer import to_device
+from worker.nn.transfer import ints, to_device
 from worker.nn.vocoder import SavedRow, Vocoder
 
 MAX_PROMPT_FRAMES = 2 * 25 * MAX_USED_S
@@ -68,6 +70,7 @@ class Token2Wav:
         self._source_noise: Tensor | None = None
         self._cache: FlowCache | None = None
         self._vocoder: Vocoder | None = None
+        self._stages: VoiceStages | None = None
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +100,7 @@ class Token2Wav:
             self._source_noise = source.to(self.device)
 
     def allocate(self, n_rows: int, max_prompt_frames: int = MAX_PROMPT_FRAMES) -> None:
-        """Make the caches of `n_rows` speakers.
+        """Make the caches of `n_rows` speakers; `declare` follows, if there are to be stages.
 
         Args:
             max_prompt_frames: longest voice (50 frames a second); longer ones are cut.
@@ -107,6 +110,12 @@ class Token2Wav:
             self.flow.config, n_rows, max_prompt_frames, device=self.device
         )
         self._vocoder = self._make_vocoder(n_rows)
+        self._stages = None
+
+    def declare(self, compiler: Compiler) -> None:
+        """Declare what streams as stages and regions; without a plan a CPU works without stages."""
+        if self.device.type == "cuda" or compiler.plan is not None:
+            self._stages = VoiceStages(self.flow, self.cache, self.vocoder, compiler)
 
     def _make_vocoder(self, n_rows: int) -> Vocoder:
         options: dict[str, Any] = {"device": self.device, "noise": self._source_noise}
@@ -156,9 +165,14 @@ class Token2Wav:
                 again with the next call. Of a turn's last call all come out.
             is_last: whether the turn ends here.
         """
-        index = to_device(np.array(rows, dtype=np.int64), self.device)
+        if self._stages is not None:
+            n_ahead = 0 if is_last else self.flow.config.encoder.n_lookahead
+            n_frames = FRAMES_PER_TOKEN * (len(codes[0]) - n_ahead)
+            silences = self.vocoder.book(rows, n_frames, is_last)
+            made = self._stages.chunk(rows, codes, is_last).cpu().numpy()
+            return [one[n:] for one, n in zip(made, silences, strict=True)]
         tokens = to_device(np.array(codes, dtype=np.int64), self.device)
-        mel = self.flow.chunk(self.cache, index, tokens, is_last)
+        mel = self.flow.chunk(self.cache, ints(rows, self.device), tokens, is_last)
         samples = self.vocoder.chunk(rows, mel, is_last)
         ends = np.cumsum([len(one) for one in samples])[:-1]
         # One copy to the host for all rows.

@@ -11,11 +11,13 @@ import torch
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.language.extra import cuda as tl_cuda
 
 from worker.nn.kernels.parts import (
     LOG2_E,
     merge_parts,
     n_splits,
+    overlap,
     padded,
     part_buffers,
     walk,
@@ -86,8 +88,12 @@ def _decode_part(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One row, one key head, one share of the positions; the first share has the new token too."""
+    if OVERLAPS:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_ptr + row)
     position = tl.minimum(tl.load(positions_ptr + row), n_places - 1).to(tl.int32)
@@ -163,6 +169,7 @@ def decode_attention(
     values: Tensor,
     slots: Tensor,
     positions: Tensor,
+    overlaps: bool = False,
 ) -> Tensor:
     """Write one token of each row to the caches and return its attention, `[B, H, d]`.
 
@@ -174,6 +181,8 @@ def decode_attention(
         keys, values: `[slots, K, T, d]`, contiguous, written in place.
         slots: cache row of each row, int64 `[B]`.
         positions: int64 `[B]`. T - 1 and more is padding: it is written to T - 1 and sees itself.
+        overlaps: whether the kernels begin before the one in front of them has ended (`parts`);
+            not within compiled regions.
     """
     b, n_all, d = qkv.shape
     n_kv_heads, n_places = keys.shape[1], keys.shape[2]
@@ -210,8 +219,17 @@ def decode_attention(
         PRECISION="ieee" if is_single else "tf32",
         num_warps=WARPS,
         num_stages=2 if is_single else STAGES,
+        **overlap(overlaps),
     )
     merge_parts[(b * n_heads,)](
-        mixed, highest, total, out, D=d, D_PAD=d_pad, SPLITS=splits, num_warps=4
+        mixed,
+        highest,
+        total,
+        out,
+        D=d,
+        D_PAD=d_pad,
+        SPLITS=splits,
+        num_warps=4,
+        **overlap(overlaps),
     )
     return out

@@ -1,19 +1,50 @@
-"""What the attention kernels share: the walk over cached positions in parts, and the merge.
+"""What the kernels share: the walk over cached positions in parts, the merge, and overlap.
 
 Flash decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): the positions that
 a query sees are shared among several programs, each with its own running softmax, and a second
 kernel merges their parts. A position behind a row's live length is never loaded, NaN or not.
+
+Overlap ("programmatic dependent launch", from Hopper on): a kernel begins while the one before it
+still runs, so its start costs nothing and its weights are on their way. A row of such kernels
+keeps the order of its stream by three rules:
+
+* Every program says `gdc_wait`, which returns when the kernel before has ended and all it wrote can
+  be seen. That one has waited as well before it ended, and so on: behind its wait a kernel finds
+  everything done that was launched before it. So does an ordinary kernel behind the row.
+* Before its wait a kernel reads weights and nothing else. The first of a row begins when the
+  ordinary kernel before it is through, and that one began when everything before it had ended, the
+  loading of the weights included.
+* Everything else, all writes above all, comes behind the wait. So memory that the allocator hands
+  out again has no reader left when it is written, as without overlap.
 """
+
+import functools
 
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.language.extra import cuda as tl_cuda
 
 LOG2_E = 1.4426950408889634
 """Kernels compute powers of two; scores are scaled by this on top of `d ** -0.5`."""
 TARGET_PROGRAMS = 512
 """About two waves of programs on 132 multiprocessors with two programs each."""
+
+
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels on this device can begin before the one in front of them has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlap(is_on: bool) -> dict[str, bool]:
+    """Return what a kernel takes at its launch for that.
+
+    OVERLAPS is always among it, since compiled regions of torch 2.11 fail at a constant left to its
+    default; `launch_pdl` is not, since no compiled region knows it.
+    """
+    return {"OVERLAPS": True, "launch_pdl": True} if is_on else {"OVERLAPS": False}
 
 
 @triton.jit
@@ -68,8 +99,12 @@ def merge_parts(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One query: the weighted mean of its parts; zeros for a query that saw nothing."""
+    if OVERLAPS:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     query = tl.program_id(0).to(tl.int64)
     parts, dims = query * SPLITS + tl.arange(0, SPLITS), tl.arange(0, D_PAD)
     highest, total = tl.load(highest_ptr + parts), tl.load(total_ptr + parts)

@@ -1,8 +1,10 @@
 """Attention of several new tokens per row over caches with a slot dimension, grouped queries.
 
-Reads what a row's tokens see and nothing else, under the causal mask that their positions make.
-Plain kernels rather than a registered operator, so that the compiler sees them and keeps them
-with the graph. The eager twin is `worker.nn.attention.Span`. Needs Triton.
+Reads what a row's tokens see and nothing else, under the causal mask that their positions make. A
+registered operator rather than plain kernels: how a call is shared among programs depends on the
+sizes of the batch, and a compiler that saw it would make another graph for almost every size (14
+for 17 sizes of prefill; with the operator 2). The eager twin is `worker.nn.attention.Span`. Needs
+Triton.
 """
 
 import torch
@@ -14,6 +16,7 @@ from worker.nn.kernels.parts import (
     LOG2_E,
     merge_parts,
     n_splits,
+    overlap,
     padded,
     part_buffers,
     walk,
@@ -89,6 +92,7 @@ def _prefill_part(
         tl.store(mixed_ptr + parts[:, None] * D + dims[None, :], mixed, q_mask)
 
 
+@torch.library.custom_op("worker::prefill_attention", mutates_args=())
 def prefill_attention(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor
 ) -> Tensor:
@@ -135,6 +139,21 @@ def prefill_attention(
         num_stages=2 if is_single else STAGES,
     )
     merge_parts[(b * n_new * n_heads,)](
-        mixed, highest, total, out, D=d, D_PAD=d_pad, SPLITS=splits, num_warps=4
+        mixed,
+        highest,
+        total,
+        out,
+        D=d,
+        D_PAD=d_pad,
+        SPLITS=splits,
+        num_warps=4,
+        **overlap(False),
     )
     return out
+
+
+@prefill_attention.register_fake
+def _shape_of_result(
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor
+) -> Tensor:
+    return torch.empty_like(q)

@@ -1,0 +1,82 @@
+"""Does a replay compute what the call computes? Bit for bit, with the same noise, many times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.compile.graphs import Call, Stage
+from worker.models.minicpmo45.model import MiniCpmO45
+
+MOST_OF_A_STAGE = 2
+"""Buckets of a stage that are replayed that often: the first and the last one planned."""
+
+
+@torch.inference_mode()
+def replays_equal(model: MiniCpmO45, n_replays: int) -> dict[str, Any]:
+    """Compare graphs with the functions they were captured from.
+
+    Inputs are random where any number is valid. Caches are put back before every run where a run
+    goes on from the last one's state (the speech head's steps, the voice).
+
+    Returns:
+        Per stage: buckets, replays, and how many of them differed in any bit.
+    """
+    found = {}
+    for stage in model.compiler.stages.values():
+        calls = [stage.at(bucket) for bucket in ends_of(stage)]
+        captured = [call for call in calls if call.graph is not None]
+        n_different = sum(differing(model, call, n_replays) for call in captured)
+        found[stage.name] = {
+            "buckets": [str(call.bucket) for call in captured],
+            "replays": n_replays * len(captured),
+            "different": n_different,
+        }
+    return found
+
+
+def ends_of(stage: Stage) -> tuple[Any, ...]:
+    buckets = stage.buckets
+    return buckets if len(buckets) <= MOST_OF_A_STAGE else (buckets[0], buckets[-1])
+
+
+def differing(model: MiniCpmO45, call: Call, n_replays: int) -> int:
+    """How many of the replays gave other outputs, or left other caches, than the call itself."""
+    generator = torch.Generator(device=call.stage.device).manual_seed(1)
+    for tensor in call.tensors.values():
+        if tensor.dtype.is_floating_point:
+            tensor.uniform_(0.05, 0.95, generator=generator)
+    state = list(written(model, call.stage.name))
+    before = [tensor.clone() for tensor in state]
+    expected = [one.clone() for one in call.compute()]
+    after = [tensor.clone() for tensor in state]
+    n_different = 0
+    for _ in range(n_replays):
+        for tensor, old in zip(state, before, strict=True):
+            tensor.copy_(old)
+        outputs = call.again()
+        n_different += not (same(outputs, expected) and same(state, after))
+    return n_different
+
+
+def written(model: MiniCpmO45, stage: str) -> Iterator[Tensor]:
+    """Tensors that a run of the stage goes on from, or a part of what it writes."""
+    if stage.startswith("llm"):
+        yield from (model.language.cache.keys[0], model.language.cache.values[-1])
+    elif stage.startswith("tts"):
+        yield from (model.speech_cache.keys[0], model.speech_cache.values[-1])
+        yield from model.speech_stages.state()
+    elif stage.startswith("voice"):
+        assert model.token2wav is not None
+        yield from model.token2wav.state()
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Equal in every bit, NaN included."""
+    return all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(ours, theirs, strict=True)
+    )
