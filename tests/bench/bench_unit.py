@@ -168,10 +168,10 @@ def figures(units: list[Timed]) -> dict[str, Any]:
 
 def decode_steps(model: MiniCpmO45) -> dict[str, float]:
     """Time of one captured step of the language model, one row, at some live lengths."""
-    call = model.language.decode_call(1)
+    call = model.compiler.stages["llm.decode"].at((1, True))
     found = {}
     for position in POSITIONS:
-        call.begin()["positions"][:] = position
+        call.begin()["starts"][:] = position
         call.run()
         pairs = []
         for _ in range(DECODE_REPEATS):

@@ -26,6 +26,8 @@ def replays_equal(model: MiniCpmO45, n_replays: int) -> dict[str, Any]:
         Per stage: buckets, replays, and how many of them differed in any bit.
     """
     found = {}
+    if model.token2wav is not None:
+        model.token2wav.start_turn([0], model.default_voice)
     for stage in model.compiler.stages.values():
         calls = [stage.at(bucket) for bucket in ends_of(stage)]
         captured = [call for call in calls if call.graph is not None]
@@ -68,10 +70,16 @@ def written(model: MiniCpmO45, stage: str) -> Iterator[Tensor]:
         yield from (model.language.cache.keys[0], model.language.cache.values[-1])
     elif stage.startswith("tts"):
         yield from (model.speech_cache.keys[0], model.speech_cache.values[-1])
-        yield from model.speech_stages.state()
+        assert model.speech_stages is not None
+        for run in model.speech_stages._runs.values():
+            yield from (run.rows.recent, run.positions, run.step, run.drawn, run.hidden)
     elif stage.startswith("voice"):
         assert model.token2wav is not None
-        yield from model.token2wav.state()
+        flow, vocoder = model.token2wav.cache, model.token2wav.vocoder
+        yield from (*flow.encoder.keys, *flow.encoder.values, flow.encoder.ahead, flow.encoder.up)
+        for kind in (flow.dit.keys, flow.dit.values, flow.dit.first, flow.dit.second):
+            yield from (block for blocks in kind for block in blocks)
+        yield from (flow.seen, vocoder.mel, vocoder.received, *vocoder._streams().values())
 
 
 def same(ours: Any, theirs: Any) -> bool:

@@ -180,6 +180,7 @@ class MiniCpmO45:
                     self.parts.speech, self.speech_cache, self.compiler, n_rows
                 )
             self.token2wav.allocate(n_slots, MAX_VOICE_FRAMES)
+            self.token2wav.declare(self.compiler)
             self.default_voice = self.token2wav.set_voice(self._default_features)
 
     def apply_torch_compile(self, progress: Progress) -> str:
