@@ -6,7 +6,8 @@ For every matrix of the language model and of the speech head: microseconds and 
 kernel's current configuration beside cuBLAS (without the norm, sum or gate that the kernel has),
 and with `--sweep` of many other configurations. Launches go in one CUDA graph and rotate among
 copies of the matrix, so that no cache holds them. Then whole decode steps, captured: compiled
-layers with separate operations, and with these kernels. The last line is one JSON object.
+layers with separate operations, as several rows go, and with these kernels. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -19,19 +20,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from triton.runtime.errors import OutOfResources
 
 from tests.bench.bench_decoder import (
     DEVICE,
@@ -44,9 +42,9 @@ from tests.bench.bench_decoder import (
 )
 from tests.bench.provenance import provenance
 from worker.models.minicpmo45.config import FULL_SIZE
-from worker.nn.decoder import Decoder, DecoderConfig, DecoderLayer, LiveStep, Step
-from worker.nn.kernels import decode_linear, parts
-from worker.nn.kernels.decode_linear import Config
+from worker.nn import decoder
+from worker.nn.decoder import Decoder, DecoderConfig
+from worker.nn.kernels.decode_linear import Config, config_of, launch
 
 N_MULTIPROCESSORS = 132
 COLD_BYTES = 240 << 20
@@ -56,8 +54,6 @@ N_REPLAYS = 7
 N_COMPILERS = 14
 MAX_REGISTERS = 128
 """Of a thread, for the matrix alone."""
-MAX_SHARED = 110 << 10
-"""Two programs of a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,38 +90,25 @@ SHAPES = shapes_of("llm", FULL_SIZE.llm) + shapes_of("tts", FULL_SIZE.speech.dec
 
 
 def candidates(shape: Shape) -> Iterator[Config]:
-    """Configurations whose registers and shared memory suffice."""
+    """Configurations whose registers suffice."""
     k_pad = 1 << (shape.k - 1).bit_length()
     for warps in (1, 2, 4, 8, 16):
         per_thread = k_pad // (32 * warps)
         if not 8 <= per_thread <= 64:
             continue
         for n_rows in (1, 2, 4, 8):
-            rows = n_rows * (2 if shape.is_gated else 1)
-            registers, shared = rows * per_thread // 2, 4 * rows * k_pad * 2
+            registers = n_rows * (2 if shape.is_gated else 1) * per_thread // 2
             if registers > MAX_REGISTERS:
                 continue
             yield Config(n_rows, 1, warps)
-            share = {
-                m: math.ceil(shape.n_outputs / (n_rows * m * N_MULTIPROCESSORS)) for m in (2, 4)
-            }
-            if 2 * registers <= MAX_REGISTERS:
-                for n_groups in sorted({2, 4, *share.values()} - {0, 1}):
-                    yield Config(n_rows, n_groups, warps)
-            if shared <= MAX_SHARED:
-                for n_groups in sorted(set(share.values()) - {0, 1, 2}):
-                    yield Config(n_rows, n_groups, warps, 4)
+            if 2 * registers > MAX_REGISTERS:
+                continue
+            shares = {math.ceil(shape.n_outputs / (n_rows * n * N_MULTIPROCESSORS)) for n in (2, 4)}
+            for n_groups in sorted({2, 4, *shares} - {1}):
+                yield Config(n_rows, n_groups, warps)
 
 
-@contextmanager
-def overlapping(is_on: bool) -> Iterator[None]:
-    """Let a kernel begin, and read its matrix, before the one in front of it has ended."""
-    options = {"OVERLAPS": True, "launch_pdl": True} if is_on else {}
-    with patch.dict(parts.launch_options, options):
-        yield
-
-
-def launcher(shape: Shape, config: Config | None) -> Callable[[Tensor], Tensor]:
+def launcher(shape: Shape, config: Config, overlaps: bool) -> Callable[[Tensor], Tensor]:
     """Return the kernel as a function of the matrix."""
     x = torch.randn(1, shape.k, device=DEVICE, dtype=torch.bfloat16)
     norm = torch.ones(shape.k, device=DEVICE, dtype=torch.bfloat16) if shape.has_norm else None
@@ -133,37 +116,37 @@ def launcher(shape: Shape, config: Config | None) -> Callable[[Tensor], Tensor]:
     if shape.has_residual:
         residual = torch.randn(1, shape.n_outputs, device=DEVICE, dtype=torch.bfloat16)
 
-    def launch(weight: Tensor) -> Tensor:
-        return decode_linear._launch(x, norm, 1e-6, weight, residual, shape.is_gated, config)
+    def run(weight: Tensor) -> Tensor:
+        return launch(
+            x,
+            weight,
+            norm,
+            1e-6,
+            residual,
+            is_gated=shape.is_gated,
+            overlaps=overlaps,
+            config=config,
+        )
 
-    return launch
+    return run
 
 
-def compile_all(jobs: list[tuple[Shape, Config, bool]]) -> list[tuple[Shape, Config]]:
-    """Compile, in a process of its own, what the sweep will find in Triton's cache.
-
-    Returns what cannot be launched.
-    """
-    failed = []
+def compile_all(jobs: list[tuple[Shape, Config, bool]]) -> None:
+    """Compile, in a process of its own, what the sweep will find in Triton's cache."""
     for shape, config, overlaps in jobs:
         weight = torch.empty(shape.n_all, shape.k, device=DEVICE, dtype=torch.bfloat16)
-        try:
-            with overlapping(overlaps):
-                launcher(shape, config)(weight)
-            torch.cuda.synchronize()
-        except OutOfResources:
-            failed.append((shape, config))
-    return failed
+        launcher(shape, config, overlaps)(weight)
+    torch.cuda.synchronize()
 
 
-def time_us(launch: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
+def time_us(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
     """Return microseconds of a launch within a graph."""
     n = max(N_LAUNCHES, len(weights))
-    launch(weights[0])
+    run(weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [launch(weights[index % len(weights)]) for index in range(n)]
+        results = [run(weights[index % len(weights)]) for index in range(n)]
     graph.replay()
     times = []
     for _ in range(N_REPLAYS):
@@ -194,18 +177,17 @@ def measure(shape: Shape, tried: list[Config]) -> dict[str, Any]:
     """Return and print times of a shape: cuBLAS, the current configuration, the best ones."""
     weights = copies(shape)
     x = torch.randn(1, shape.k, device=DEVICE, dtype=torch.bfloat16)
-    current = decode_linear.config_of(shape.n_all, shape.k)
+    current = config_of(shape.n_outputs, shape.k, shape.is_gated)
     found: dict[str, Any] = {
         "cublas": entry(shape, time_us(partial(functional.linear, x), weights))
     }
     for name, overlaps in (("plain", False), ("overlap", True)):
-        with overlapping(overlaps):
-            us = time_us(launcher(shape, current), weights)
-            found[name] = entry(shape, us, current)
-            if tried:
-                times = {config: time_us(launcher(shape, config), weights) for config in tried}
-                order = sorted(times, key=lambda config: times[config])
-                found[f"{name} best"] = [entry(shape, times[c], c) for c in order[:8]]
+        us = time_us(launcher(shape, current, overlaps), weights)
+        found[name] = entry(shape, us, current)
+        if tried:
+            times = {c: time_us(launcher(shape, c, overlaps), weights) for c in tried}
+            order = sorted(times, key=lambda config: times[config])
+            found[f"{name} best"] = [entry(shape, times[c], c) for c in order[:8]]
     print(shape.name, f"{shape.n_all}x{shape.k}")
     for name, value in found.items():
         for one in value if isinstance(value, list) else [value]:
@@ -220,26 +202,14 @@ def sweep(shapes: list[Shape], tries: bool) -> dict[str, Any]:
         began = time.perf_counter()
         with ProcessPoolExecutor(N_COMPILERS, mp_context=get_context("spawn")) as pool:
             shares = [jobs[index::N_COMPILERS] for index in range(N_COMPILERS)]
-            failed = [one for some in pool.map(compile_all, shares) for one in some]
-        for shape, config in failed:
-            print("no room for", shape.name, config)
-            tried[shape] = [other for other in tried[shape] if other != config]
+            list(pool.map(compile_all, shares))  # and raise what they raise
         print(f"{len(jobs)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
     return {shape.name: measure(shape, tried[shape]) for shape in shapes}
 
 
-def separate(
-    self: DecoderLayer, x: Tensor, keys: Tensor, values: Tensor, step: Step | LiveStep
-) -> Tensor:
-    """The layer as several rows go through it: without the kernels of one row."""
-    x = x + self._attend(self.attn_norm(x), keys, values, step)
-    gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
-    return x + self.down(functional.silu(gate) * up)
-
-
 TUNED = {"coordinate_descent_tuning": True}
 STEPS: dict[str, tuple[bool, bool, bool]] = {
-    # kernels of one row?, compiled?, overlapping?
+    # kernels of one row?, layers compiled?, overlapping?
     "separate": (False, True, False),
     "fused": (True, True, False),
     "fused, not compiled": (True, False, False),
@@ -250,19 +220,19 @@ STEPS: dict[str, tuple[bool, bool, bool]] = {
 def decode_steps(name: str, config: DecoderConfig, live: int, profile: bool) -> dict[str, Any]:
     """Time the captured decode step, head included, in every way."""
     model = build(config)
-    model.norm.forward = torch.compile(model.norm.forward)  # type: ignore[method-assign]
     cache = filled_cache(config, 1)
     tokens = torch.tensor([7 % config.vocab_size], device=DEVICE)
     slots, positions = tokens * 0, torch.full((1,), live - 1, device=DEVICE)
     found: dict[str, Any] = {}
     exact: Tensor | None = None
     for kind, (is_fused, is_compiled, overlaps) in STEPS.items():
-        head = prepare(model, is_fused, is_compiled)
+        close = prepare(model, is_fused, is_compiled)
 
-        def step(head: Callable[[Tensor], Tensor] = head) -> Tensor:
-            return head(model.decode(cache, tokens, slots, positions, N_TOKENS))
+        def step(close: Callable[[Tensor], Tensor] = close) -> Tensor:
+            x = model.embed(tokens)[:, None]
+            return close(model.run(cache, x, slots, positions[:, None], N_TOKENS))
 
-        with overlapping(overlaps):
+        with patch.object(decoder, "can_overlap", lambda device, overlaps=overlaps: overlaps):
             captured = Captured(step)
             checks = captured.checks()
         ms, p90 = median_ms(captured.run)
@@ -277,19 +247,17 @@ def decode_steps(name: str, config: DecoderConfig, live: int, profile: bool) -> 
 
 
 def prepare(model: Decoder, is_fused: bool, is_compiled: bool) -> Callable[[Tensor], Tensor]:
-    """Set the decode call sites; return the head."""
+    """Set the call sites of one row; return closing norm and head, compiled."""
     torch._dynamo.reset()
+    compiled: Any = partial(torch.compile, fullgraph=True, dynamic=False, options=TUNED)
+    calls = [layer.decode_row if is_fused else layer.forward for layer in model.layers]
+    model.row_layers = [compiled(call) for call in calls] if is_compiled else calls
+    head = model.logits if is_fused else model.head.forward
 
-    def fused_head(x: Tensor) -> Tensor:
-        return decode_linear.linear(x, model.head.weight)
+    def close(x: Tensor) -> Tensor:
+        return head(model.norm(x[:, 0]))
 
-    head = fused_head if is_fused else model.head.forward
-    calls = [layer.forward if is_fused else MethodType(separate, layer) for layer in model.layers]
-    if is_compiled:
-        compiled: Any = partial(torch.compile, fullgraph=True, dynamic=False, options=TUNED)
-        calls, head = [compiled(call) for call in calls], compiled(head)
-    model.decode_layers = calls
-    return head
+    return compiled(close)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shared.protocol import DuplexSettings
@@ -87,6 +88,7 @@ class Traffic:
         self._state = self.model.new_state(0)
         self._state.draws = type(self._state.draws)(int(self.random.integers(2**31)))
         self._run(self.model.prepare(self._state, Prompt(prompt, DuplexSettings(), none, none)))
+        torch.cuda.synchronize()  # the first unit comes a second later
         self._n_units = 0
 
     def end(self) -> None:
@@ -117,6 +119,7 @@ class Traffic:
         unit = Unit(self._n_units, audio, frames, max_slice_nums=limit)
         self._n_units += 1
         took_ms, result = self._run(self.model.unit(self._state, unit))
+        torch.cuda.synchronize()  # what follows a result is done before the next unit comes
         assert result is not None
         assert np.isfinite(result.audio).all()
         return Timed(kind, took_ms, result)

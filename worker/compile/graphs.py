@@ -32,8 +32,9 @@ ALIGNMENT = 16
 """Bytes: kernels read 16 at a time."""
 N_SIDES = 2
 """Pinned copies of the host's inputs: one is filled while the other one may still be read."""
-N_WARM_RUNS = 3
-"""Before a capture: compilers, autotuning and library workspaces have to be finished."""
+N_WARM_RUNS = 1
+"""Before a capture, on its stream, besides the run that compiled: compilers, autotuning and the
+libraries' workspaces, of which every stream has its own, have to be finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +186,6 @@ class Call:
     def capture(self, capture: Capture) -> None:
         """Replace the function by its graph. The compiled parts must have run before."""
         self.drop_graph()
-        for _ in range(N_WARM_RUNS):
-            self.compute()
         self.graph, self._outputs = capture(self.compute)
         self._places = self.stage.places()
         self.stage.counts.captures += 1
@@ -266,6 +265,10 @@ class CudaCapture:
 
     def __call__(self, function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
         graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for _ in range(N_WARM_RUNS):
+                function()
         torch.cuda.synchronize(self.device)
         with (
             _no_collection(),

@@ -155,7 +155,7 @@ def test_matrix_of_a_program_fits_into_registers(n_outputs, n_inputs, is_gated):
 
     elements = chosen.n_rows * (2 if is_gated else 1) * (1 << (n_inputs - 1).bit_length())
     held = 2 if chosen.n_groups > 1 else 1
-    assert held * elements / 2 / (32 * chosen.warps) <= 64  # two of bf16 in each
+    assert held * elements / 2 / (32 * chosen.warps) <= 128  # two numbers of bf16 in each
 
 
 def test_no_kernel_has_a_constant_by_default():
@@ -295,13 +295,14 @@ def copy_late(source, target):
     _copy_late[(1,)](source, target, SIZE=source.numel(), **parts.overlap(True))
 
 
-def attend(qkv, overlaps):
-    """One row of 4 heads over two key heads, at position 5."""
+def attend(qkv, overlaps, before=lambda: None):
+    """One row of 4 heads over two key heads, at position 5; `before` is launched just before."""
     d = K // 8
     cache = KvCache.allocate(small(False, 1, K, d).config, 1, 20, qkv.dtype, DEVICE)
     cache.keys[0].fill_(0.5)
     at, slot = torch.tensor([5], device=DEVICE), torch.tensor([0], device=DEVICE)
     torch.cuda.synchronize()
+    before()
     mixed = decode_attention.decode_attention(
         qkv.view(1, 8, d), None, cache.table, cache.keys[0], cache.values[0], slot, at, overlaps
     )
@@ -318,11 +319,11 @@ READERS = {
 @pytest.mark.parametrize("overlaps", OVERLAPPING)
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 def test_a_kernel_reads_its_row_when_the_one_before_has_written_it(reader, overlaps):
-    x, late = draw(1, K, dtype=torch.bfloat16), torch.full((1, K), torch.nan, device=DEVICE)
-    late = late.bfloat16()
+    x = draw(1, K, dtype=torch.bfloat16)
+    late = torch.full_like(x, torch.nan)
     norm_weight = 1 + 0.1 * draw(K, dtype=torch.bfloat16, seed=1)
     weight = draw(K, K, dtype=torch.bfloat16, seed=2)
-    expected = reader(x, norm_weight, weight, False)
+    expected, _ = (reader(x, norm_weight, weight, o) for o in (False, overlaps))  # and compiled
     torch.cuda.synchronize()
 
     copy_late(x, late)
@@ -333,12 +334,11 @@ def test_a_kernel_reads_its_row_when_the_one_before_has_written_it(reader, overl
 
 @pytest.mark.parametrize("overlaps", OVERLAPPING)
 def test_attention_reads_its_heads_when_the_kernel_before_has_written_them(overlaps):
-    x, late = draw(1, K, dtype=torch.bfloat16), torch.full((1, K), torch.nan, device=DEVICE)
-    late = late.bfloat16()
-    expected = attend(x, False)
+    x = draw(1, K, dtype=torch.bfloat16)
+    late = torch.full_like(x, torch.nan)
+    expected, _ = (attend(x, o) for o in (False, overlaps))  # and compiled
 
-    with patch.object(torch.cuda, "synchronize", lambda: copy_late(x, late)):
-        made = attend(late, overlaps)
+    made = attend(late, overlaps, lambda: copy_late(x, late))
 
     assert torch.equal(made, expected)
 
@@ -347,7 +347,7 @@ def test_attention_reads_its_heads_when_the_kernel_before_has_written_them(overl
 def test_a_kernel_writes_when_the_one_before_has_read(overlaps):
     """The allocator hands out memory whose last reader may still be running."""
     x, weight = draw(1, 24, dtype=torch.bfloat16), draw(N_LATE, 24, dtype=torch.bfloat16)
-    linear(x, weight, overlaps)
+    linear(x, weight, overlaps)  # compiled now
     old = torch.full((1, N_LATE), 7.0, device=DEVICE, dtype=torch.bfloat16)
     place, kept = old.data_ptr(), torch.zeros_like(old)
     torch.cuda.synchronize()
@@ -380,10 +380,11 @@ def captured_step(model, x, position):
     return graph, result
 
 
+@pytest.mark.parametrize("sizes", [(4096, 128, 8200), (768, 64, 3072)], ids=str)
 @pytest.mark.parametrize("overlaps", OVERLAPPING)
-def test_a_captured_step_with_overlap_gives_the_same_bits_a_thousand_times(overlaps):
-    model = small(True, 4, 1024, 128, 3072).to(torch.bfloat16)
-    rows = draw(8, 1, 1024, dtype=torch.bfloat16)
+def test_a_captured_step_with_overlap_gives_the_same_bits_a_thousand_times(overlaps, sizes):
+    model = small(True, 4, *sizes).to(torch.bfloat16)
+    rows = draw(8, 1, sizes[0], dtype=torch.bfloat16)
     x = rows[:1].clone()
     with patch.object(decoder, "can_overlap", lambda device: False):
         graph, result = captured_step(model, x, 500)
@@ -402,7 +403,7 @@ def test_a_captured_step_with_overlap_gives_the_same_bits_a_thousand_times(overl
         graph.replay()
         wrong += (result != expected[index % 8]).sum()
 
-    assert len({row.sum().item() for row in expected}) == 8
+    assert not torch.equal(expected[0], expected[1])
     assert wrong.item() == 0
 
 
