@@ -71,6 +71,7 @@ def compile_calls(model: Decoder, options: dict[str, Any]) -> Callable[[Tensor],
         return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
     model.decode_layers = [compiled(layer.forward) for layer in model.layers]
+    model.row_layers = model.decode_layers  # one row's own kernels: `bench_linear`
     model.prefill_layers = [compiled(layer.forward) for layer in model.layers]
     return compiled(model.head.forward)
 

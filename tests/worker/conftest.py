@@ -1,12 +1,15 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import _dynamo
 from torch._dynamo.utils import counters
 
 
-@pytest.fixture
-def compiling():
-    """The test compiles, seals or changes the compiler's settings: afterwards all is as before."""
+@contextmanager
+def compiler_as_before() -> Iterator[None]:
+    """Whoever compiles, seals or changes the compiler's settings inside leaves no trace."""
     precision = torch.get_float32_matmul_precision()
     with _dynamo.config.patch():
         _dynamo.reset()
@@ -16,3 +19,10 @@ def compiling():
     torch.set_float32_matmul_precision(precision)
     _dynamo.reset()
     counters.clear()
+
+
+@pytest.fixture
+def compiling():
+    """The test compiles, seals or changes the compiler's settings: afterwards all is as before."""
+    with compiler_as_before():
+        yield

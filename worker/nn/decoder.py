@@ -3,6 +3,7 @@
 Written from the architecture as published (Llama: RMSNorm, rotary position, SwiGLU, grouped
 queries; Qwen3 adds a norm over each head's query and key). Two call sites share one layer
 function: prefill (one row, any number of tokens) and decode (any number of rows, one token each).
+With kernels one row's token has a third, `DecoderLayer.decode_row`.
 
 A cache position that its row has not reached may hold anything, even NaN (`attention.py`).
 

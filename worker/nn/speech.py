@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.nn.code_sampling import CodeRows, CodeSampling, code_probabilities, draw_codes
-from worker.nn.decoder import DecoderConfig, DecoderStack, KvCache, Rows, stack_weights
+from worker.nn.decoder import (
+    DecoderConfig,
+    DecoderStack,
+    KvCache,
+    Rows,
+    row_linear,
+    stack_weights,
+)
 from worker.nn.shapes import rounded_up
 from worker.nn.speech_request import InputKind, SpeechRequest, fill_inputs
 from worker.nn.transfer import to_device
@@ -214,7 +221,7 @@ class SpeechHead(nn.Module):
         Returns:
             Codes, int64 `[B]`, and the distributions that they are from, `[B, V]`.
         """
-        probabilities = code_probabilities(self.head_code(hidden), rows, recent, step)
+        probabilities = code_probabilities(row_linear(self.head_code, hidden), rows, recent, step)
         return draw_codes(probabilities, rows, step), probabilities
 
     def speak(

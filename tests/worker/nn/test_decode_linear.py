@@ -279,11 +279,11 @@ N_LATE = 4096
 
 @triton.jit
 def _copy_late(source_ptr, target_ptr, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Lets the next kernel begin, and copies half a millisecond later."""
+    """Lets the next kernel begin, and copies a millisecond or two later."""
     if OVERLAPS:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
-        for _ in range(500):
+        for _ in range(2000):
             tl.inline_asm_elementwise(
                 "nanosleep.u32 1000; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
             )

@@ -33,7 +33,7 @@ class Config:
 def config_of(n_outputs: int, n_inputs: int, is_gated: bool) -> Config:
     """Return the configuration for `n_outputs` sums (or gated pairs of them) of `n_inputs`.
 
-    Constants, since a search at the start finds another one each time. The best of 20 to 60 on an
+    Constants, since a search at the start finds another one each time. The best of 23 to 67 on an
     H200 (2026-11; bf16, matrices not cached, with overlap; `tests/bench/bench_linear.py`):
 
         matrix                  us   TB/s    cuBLAS alone, us
