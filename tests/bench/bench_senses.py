@@ -63,13 +63,13 @@ def build() -> tuple[Senses, Compiler]:
 def fill(call: Call) -> None:
     """Give a bucket usual input."""
     host = call.begin()
-    generator = torch.Generator().manual_seed(0)
-    if "pixels" in host:
-        shape = host["pixels"].shape
-        host["pixels"][:] = torch.randint(0, 256, shape, generator=generator).numpy()
+    if "pixels" in call.tensors:
+        pixels = call.tensors["pixels"]
+        pixels.random_(0, 256, generator=torch.Generator(pixels.device).manual_seed(0))
         host["n_columns"][:] = GRID[1]
         host["n_patches"][:] = GRID[0] * GRID[1]
         return
+    generator = torch.Generator().manual_seed(0)
     host["mel"][:] = torch.randn(host["mel"].shape, generator=generator).numpy()
     host["slots"][:] = range(len(host["slots"]))
     host["past"][:] = PAST

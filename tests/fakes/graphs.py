@@ -30,6 +30,9 @@ class FakeCapture:
     def __init__(self) -> None:
         self.graphs: list[FakeGraph] = []
 
+    def warm(self, function: Callable[[], Outputs]) -> None:
+        function()
+
     def __call__(self, function: Callable[[], Outputs]) -> tuple[FakeGraph, Outputs]:
         outputs = tuple(_emptied(one) for one in function())
         graph = FakeGraph(function, outputs)

@@ -254,6 +254,7 @@ class CompileCache:
         try:
             files.copy(self.master.directory, copy)
             if files.count(copy) == (expected.count, expected.bytes):
+                files.relocate(copy, files.NOWHERE, str(copy))
                 return status
             problem = "it changed while it was copied"
         except OSError as error:

@@ -89,11 +89,12 @@ class Compiler:
             progress(1.0, "off")
             return "off"
         began_at, before = time.perf_counter(), Compilation.now()
+        self._capture = self._capture or self._cuda_capture()
         wanted = [region for region in self.regions if self.plan.wants(region)]
         for region in wanted:
             compile_region(region, self.plan, self.report)
         for call in _reporting(list(self._planned()), progress, "compiling"):
-            call.compute()
+            self._warm(call)
         now = Compilation.now()
         note = (
             f"{len(wanted)} regions, {now.graphs - before.graphs} graphs in "
@@ -106,8 +107,8 @@ class Compiler:
     @torch.inference_mode()
     def capture(self, progress: Progress) -> str:
         """Capture every planned bucket, the largest ones first; returns a note."""
-        capture = (self._capture or self._cuda_capture()) if self.can_capture else None
-        if capture is None:
+        capture = self._capture
+        if capture is None or not self.can_capture:
             progress(1.0, "no graphs")
             return "no graphs"
         began_at = time.perf_counter()
@@ -118,7 +119,6 @@ class Compiler:
             call.capture(capture)
         if isinstance(capture, CudaCapture):
             self.report.graph_pool_bytes = capture.n_bytes
-        self._capture = capture
         note = f"{len(calls)} graphs captured in {time.perf_counter() - began_at:.1f} s"
         progress(1.0, note)
         return note
@@ -129,6 +129,8 @@ class Compiler:
         assert self._capture is not None, "nothing was captured before"
         for stage in self.stages.values():
             for call in list(stage.captured):
+                call.drop_graph()
+                self._warm(call)
                 call.capture(self._capture)
 
     @torch.inference_mode()
@@ -141,7 +143,7 @@ class Compiler:
         calls = [self.stages[name].at(bucket) for name, bucket in shapes]
         calls = [call for call in calls if call.bucket not in call.stage.buckets]
         for call in _reporting(calls, progress, "adding"):
-            call.compute()
+            self._warm(call)
             if self._captures and self._capture is not None:
                 call.capture(self._capture)
         note = f"{len(calls)} more shapes"
@@ -183,6 +185,13 @@ class Compiler:
                 for name, stage in self.stages.items()
             },
         }
+
+    def _warm(self, call: Call) -> None:
+        """Run a bucket where its capture will run, if there is to be one."""
+        if self._capture is not None and self.can_capture:
+            self._capture.warm(call.compute)
+        else:
+            call.compute()
 
     def _planned(self) -> Iterator[Call]:
         for stage in self.stages.values():

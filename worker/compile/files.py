@@ -25,6 +25,9 @@ TREES = ("inductor", "triton")
 ROOT_UID = 0
 """Who may write anywhere anyway."""
 
+NOWHERE = "@cache@"
+"""Stands for the path of the directory in a shared cache, which is used nowhere but in copies."""
+
 _NOT_CONTENT = frozenset({"locks", "__pycache__"})
 """Written also when everything is found; worth nothing to another process."""
 
@@ -84,6 +87,19 @@ def copy(source: Path, target: Path) -> None:
         place = target / path
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / path, place)
+
+
+def relocate(directory: Path, there: str, here: str) -> None:
+    """Change where the files of a cache say that they are. Raises OSError.
+
+    Triton names the parts of a kernel by their full paths, and compiles a kernel anew whose parts
+    are not there.
+    """
+    for path, _ in list_files(directory):
+        if path.startswith("triton/") and "/__grp__" in path:
+            place = directory / path
+            text = place.read_text(encoding="utf-8")
+            place.write_text(text.replace(there, here), encoding="utf-8")
 
 
 def sync_directory(directory: Path) -> None:

@@ -32,9 +32,6 @@ ALIGNMENT = 16
 """Bytes: kernels read 16 at a time."""
 N_SIDES = 2
 """Pinned copies of the host's inputs: one is filled while the other one may still be read."""
-N_WARM_RUNS = 1
-"""Before a capture, on its stream, besides the run that compiled: compilers, autotuning and the
-libraries' workspaces, of which every stream has its own, have to be finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +122,15 @@ class Replay(Protocol):
     def replay(self) -> None: ...
 
 
-Capture = Callable[[Callable[[], Outputs]], tuple[Replay, Outputs]]
-"""Captures a function of fixed buffers: what replays it, and its outputs, which stay in place."""
+class Capture(Protocol):
+    """How functions of fixed buffers become graphs."""
+
+    def warm(self, function: Callable[[], Outputs]) -> None:
+        """Run a function as its capture will: compilers, autotuning and the libraries' workspaces,
+        of which every stream has its own, have to be finished before."""
+
+    def __call__(self, function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        """Capture a warm function: what replays it, and its outputs, which stay in place."""
 
 
 class Call:
@@ -184,7 +188,7 @@ class Call:
         return self.stage.function(self.bucket, self.tensors)
 
     def capture(self, capture: Capture) -> None:
-        """Replace the function by its graph. The compiled parts must have run before."""
+        """Replace the function, which is warm, by its graph."""
         self.drop_graph()
         self.graph, self._outputs = capture(self.compute)
         self._places = self.stage.places()
@@ -263,12 +267,14 @@ class CudaCapture:
         self.stream = torch.cuda.Stream(self.device)
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
-        graph = torch.cuda.CUDAGraph()
+    def warm(self, function: Callable[[], Outputs]) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for _ in range(N_WARM_RUNS):
-                function()
+            function()
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def __call__(self, function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         with (
             _no_collection(),

@@ -161,6 +161,7 @@ class Master:
             build.mkdir(mode=0o700)
             files.ensure_room(build, files.count(made)[1], _REMEDY)
             files.copy(made, build)
+            files.relocate(build, str(made), files.NOWHERE)
             manifest = Manifest(key=key.fields, info=dict(info), files=files.measure(build))
             manifest.write(build / MANIFEST)
             files.sync_directory(build)

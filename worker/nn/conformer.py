@@ -80,7 +80,7 @@ class ConformerCache:
     is a slice of few tensors."""
     max_chunk_frames: int
     distances: list[Tensor] = field(default_factory=list)
-    """`Conformer.distance_keys` for these sizes, from the first call on."""
+    """`Conformer.distance_keys` for these sizes; made by `Conformer.prepare`."""
 
     @classmethod
     def allocate(
@@ -115,6 +115,11 @@ class ConformerCache:
             stacks=tuple((made[ratio], ratio) for made in (keys, values) for ratio in blocks),
             max_chunk_frames=max_chunk_frames,
         )
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Positions of the lists, C, by their ratio."""
+        return {ratio: keys.shape[2] for ratio, keys in zip(self.ratios, self.keys, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +350,14 @@ class Conformer(nn.Module):
     def _no_memories(self, n: int) -> list[Memory]:
         return [Memory(distances, None) for distances in self.distance_keys(0, 0, n)]
 
-    def _memories(self, n: int, cache: ConformerCache, rows: Rows) -> list[Memory]:
-        sizes = {ratio: keys.shape[2] for ratio, keys in zip(cache.ratios, cache.keys, strict=True)}
+    def prepare(self, cache: ConformerCache) -> None:
+        """Make the cache's distances, unless they are there; else its first call does."""
         if not cache.distances:
-            n_max = cache.max_chunk_frames // FRAMES_PER_TOKEN
+            sizes, n_max = cache.sizes, cache.max_chunk_frames // FRAMES_PER_TOKEN
             cache.distances.extend(self.distance_keys(sizes[FRAMES_PER_TOKEN], sizes[1], n_max))
+
+    def _memories(self, n: int, cache: ConformerCache, rows: Rows) -> list[Memory]:
+        self.prepare(cache)
         spans = {
             ratio: list_span(
                 rows,
@@ -358,7 +366,7 @@ class Conformer(nn.Module):
                 FRAMES_PER_TOKEN * n // ratio,
                 is_packed=ratio == FRAMES_PER_TOKEN and self.config.trim == "packed",
             )
-            for ratio, size in sizes.items()
+            for ratio, size in cache.sizes.items()
         }
         return [
             Memory(distances, (keys, values, spans[ratio]))

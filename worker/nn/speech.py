@@ -44,12 +44,8 @@ __all__ = [
 DrawCall = Callable[[Tensor, CodeRows, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Signature of `SpeechHead.draw` where the device counts the steps."""
 
-INPUT_STEP = 32
-"""Inputs are padded to multiples of this on an accelerator, so that few shapes occur."""
-SPAN_STEP = 128
-"""The same for how far attention looks."""
-RUN = 26
-"""Steps between two looks at whether all rows have ended: one duplex unit needs none."""
+GROUP_STEP = 32
+"""Inputs of about the same length are fed together; lengths differ by less than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +226,9 @@ class SpeechHead(nn.Module):
         requests: Sequence[SpeechRequest],
         trace: SpeechTrace | None = None,
     ) -> list[tuple[tuple[int, ...], bool]]:
-        """Run requests of different slots in lockstep.
+        """Run requests of different slots in lockstep, with exact rows: for a CPU.
 
-        On an accelerator nothing is read back before the end of a run of up to `RUN` steps; rows
-        that have ended go on as padding.
+        After every step the host looks which rows have ended; those go on as padding.
 
         Args:
             cache: written in place; `SpeechRequest` says which positions are live afterwards.
@@ -270,11 +265,9 @@ class SpeechHead(nn.Module):
         buckets: dict[int, list[int]] = {}
         for row, request in enumerate(requests):
             n = request.n_inputs
-            width = 1 if n == 1 else rounded_up(n, INPUT_STEP)  # 1 is a decode step
-            buckets.setdefault(width, []).append(row)
-        if _is_host(self.emb_text.weight.device):  # shapes are free there, work is not
-            return [(max(requests[r].n_inputs for r in rows), rows) for rows in buckets.values()]
-        return list(buckets.items())
+            # One input is a decode step.
+            buckets.setdefault(1 if n == 1 else rounded_up(n, GROUP_STEP), []).append(row)
+        return [(max(requests[r].n_inputs for r in rows), rows) for rows in buckets.values()]
 
     def _feed_inputs(self, cache: KvCache, requests: Sequence[SpeechRequest], width: int) -> Tensor:
         """Feed the inputs of one group; return the state at each row's last input, `[B, D]`."""
@@ -282,7 +275,7 @@ class SpeechHead(nn.Module):
         table = np.array([(r.slot, r.start, r.n_inputs) for r in requests], dtype=np.int64)
         slots, starts, counts = to_device(np.ascontiguousarray(table.T), device)
         positions = cache.positions(starts, counts, width)
-        reach = _reach(cache, requests, [r.start + r.n_inputs for r in requests], device)
+        reach = _exact(requests, [r.start + r.n_inputs for r in requests])
         x = self.stack.feed(cache, self.inputs(requests, width), slots, positions, reach)
         return x[torch.arange(len(requests), device=device), counts - 1]
 
@@ -320,47 +313,23 @@ class SpeechHead(nn.Module):
                 trace.probabilities.append(probabilities)
             recent = torch.cat((recent[:, 1:], codes[:, None]), dim=1)
             is_over = is_over | (codes == end_code) | (limits <= step + 1)
-            if step + 1 == n_steps or (_may_look(step, device) and bool(is_over.all())):
+            if step + 1 == n_steps or bool(is_over.all()):
                 break
             positions = positions.masked_fill(is_over, cache.spare)  # from here on padding
-            reach = _step_reach(cache, requests, positions, device)
+            # What padding looks at does not matter, but it has to be something.
+            ends = [p + 1 if p < cache.spare else 1 for p in positions.tolist()]
+            reach = _exact(requests, ends)
             x = self.emb_code(codes)[:, None]
             hidden = self.stack.feed(cache, x, slots, positions[:, None], reach)[:, 0]
             positions = positions + 1
         if trace is not None:
             trace.drawn += drawn
-        columns = torch.stack(drawn, dim=1).tolist()  # the one read-back
+        columns = torch.stack(drawn, dim=1).tolist()
         return [codes[: r.max_new] for codes, r in zip(columns, requests, strict=True)]
 
 
-def _is_host(device: torch.device) -> bool:
-    """Whether the host can read tensors without waiting, and shapes need not repeat."""
-    return device.type == "cpu"
-
-
-def _may_look(step: int, device: torch.device) -> bool:
-    """Whether the host may ask if all rows are over: a wait for an accelerator, free on a CPU."""
-    return _is_host(device) or (step + 1) % RUN == 0
-
-
-def _reach(
-    cache: KvCache, requests: Sequence[SpeechRequest], ends: Sequence[int], device: torch.device
-) -> Rows | int:
-    """Exact rows on a CPU, a span that few shapes share elsewhere."""
-    if _is_host(device):
-        return Rows(tuple(r.slot for r in requests), tuple(ends))
-    return min(rounded_up(max(ends), SPAN_STEP), cache.n_tokens)
-
-
-def _step_reach(
-    cache: KvCache, requests: Sequence[SpeechRequest], positions: Tensor, device: torch.device
-) -> Rows | int:
-    """As `_reach` for a step; elsewhere than on a CPU the host only knows how far a run may get."""
-    if not _is_host(device):
-        return _reach(cache, requests, [r.end for r in requests], device)
-    # What padding looks at does not matter, but it has to be something.
-    ends = [p + 1 if p < cache.spare else 1 for p in positions.tolist()]
-    return _reach(cache, requests, ends, device)
+def _exact(requests: Sequence[SpeechRequest], ends: Sequence[int]) -> Rows:
+    return Rows(tuple(request.slot for request in requests), tuple(ends))
 
 
 def speech_weights(source: Mapping[str, Tensor], config: SpeechConfig) -> dict[str, Tensor]:

@@ -28,9 +28,10 @@ TIE_ROOM = 8
 """Candidates beyond the k-th: those as likely as the k-th stay in, and bf16 logits do tie. No
 more than this many, so that a row keeps the same number in a list of any length."""
 
-FIXED_CANDIDATES = 32
-FIXED_HISTORY = 512
-"""Sizes of a decision in fixed shapes (`fill_decisions`); the defaults need less."""
+FIXED_CANDIDATES = 128
+FIXED_HISTORY = 1024
+"""Sizes of a decision in fixed shapes (`fill_decisions`): what clients ordinarily ask for, top_k of
+100 or so and twice the default window, needs no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,9 @@ class DecisionInputs:
     draws: Tensor
     """Numbers in [0, 1) for stages A and C, float64 `[B, 2]`."""
     recent: Tensor
-    """Ids that the penalty looks at, int64 `[B, W]`, filled up with V."""
+    """Ids that the penalty looks at, int64 or int32 `[B, W]`, filled up with V."""
     n_candidates: int
-    """Length of the candidate lists, C: covers every row's top_k."""
+    """Length of the candidate lists, C: covers every row's top_k, but for greedy rows."""
 
     def column(self, index: int) -> Tensor:
         return self.numbers[:, index, None]  # [B, 1]
@@ -194,10 +195,9 @@ def _numbers(setting: DuplexSampling, vocab_size: int) -> tuple[float, ...]:
 
 def has_fixed_sizes(setting: DuplexSampling, recent: NDArray[np.int64]) -> bool:
     """Whether a row of this setting and history may be decided in fixed shapes."""
-    return (
-        0 < setting.top_k <= FIXED_CANDIDATES - TIE_ROOM
-        and min(setting.window, len(recent)) <= FIXED_HISTORY
-    )
+    # A greedy row takes the likeliest token of all.
+    has_room = setting.is_greedy or 0 < setting.top_k <= FIXED_CANDIDATES - TIE_ROOM
+    return has_room and min(setting.window, len(recent)) <= FIXED_HISTORY
 
 
 def fill_decisions(
@@ -276,7 +276,7 @@ def weigh(
     out = logits.masked_fill(vocabulary.forbidden, -torch.inf)
     # One column more than there are ids takes what fills up the histories.
     said = torch.zeros((len(out), vocab_size + 1), dtype=torch.bool, device=out.device).scatter_(
-        1, inputs.recent, True
+        1, inputs.recent.long(), True
     )[:, :vocab_size]
     penalty = inputs.column(4).float()
     lowered = out / penalty if divide_negative else _made_rarer(out, penalty)
@@ -303,8 +303,8 @@ def candidates(logits: Tensor, inputs: DecisionInputs) -> tuple[Tensor, Tensor]:
     # Relative to the best one: a tiny temperature makes the others impossible, not it infinite.
     scaled = (logits - best) / inputs.column(1).float()
     values, ids = scaled.topk(inputs.n_candidates, dim=-1)  # [B, C], descending
-    # A row that keeps everything has its vocabulary's size here, and C is that size then; a row of
-    # padding may have 0.
+    # A row that keeps everything has its vocabulary's size here, and C is that size then, unless
+    # the row is greedy; a row of padding may have 0.
     last = inputs.column(2).long().clamp(1, inputs.n_candidates) - 1
     rank = torch.arange(inputs.n_candidates, device=logits.device)
     is_out = (values < values.gather(1, last)) | (rank > last + TIE_ROOM)

@@ -221,6 +221,29 @@ def test_content_is_compared_only_if_asked_for(make, master):
     assert make().examine(verify=True).state is CacheState.DAMAGED
 
 
+def test_kernels_that_name_their_parts_by_path_are_found_in_every_copy(make):
+    maker = make()
+    maker.open()
+    kernel = maker.copy / "triton" / "ABC"
+    kernel.mkdir(parents=True)
+    (kernel / "add.cubin").write_bytes(b"code")
+    group = kernel / "__grp__add.json"
+    group.write_text(json.dumps({"child_paths": {"add.cubin": str(kernel / "add.cubin")}}))
+    compile_something(maker)
+    with maker.lock():
+        maker.publish({})
+    maker.close()
+
+    for cache in (make(), make()):
+        cache.open()
+        named = json.loads((cache.copy / "triton/ABC/__grp__add.json").read_text())
+        part = Path(named["child_paths"]["add.cubin"])
+        assert part.is_relative_to(cache.copy)
+        assert part.read_bytes() == b"code"
+        assert not cache.changes().written
+        cache.close()
+
+
 def test_locks_and_byte_code_are_no_part_of_a_cache(make, master):
     for folder in ("locks", "__pycache__"):
         (master / "inductor" / folder).mkdir()

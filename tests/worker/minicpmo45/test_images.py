@@ -109,6 +109,14 @@ def test_tiles_come_row_by_row():
     assert order == list(range(8))
 
 
+@pytest.mark.parametrize("size", [(448, 448), (1280, 720), (40, 900)])
+def test_a_plan_knows_its_slices(size):
+    plan, sliced = plan_slices(*size, 9, CONFIG), slice_image(picture(*size), 9, CONFIG)
+    assert plan.n_slices == len(sliced.slices)
+    sizes = [plan.size(index)[::-1] for index in range(plan.n_slices)]
+    assert sizes == [pixels.shape[:2] for pixels in sliced.slices]
+
+
 @pytest.mark.parametrize(
     ("size", "most", "grid"),
     [

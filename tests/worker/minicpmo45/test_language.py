@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from shared.config import Compat
+from shared.protocol import DuplexSettings
 from tests.fakes.graphs import FakeCapture
 from worker.compile.compiler import Compiler
 from worker.compile.regions import CompilePlan
+from worker.models.minicpmo45.duplex import sampling_of
 from worker.models.minicpmo45.language import Language
-from worker.models.minicpmo45.ops import FEED_BUCKETS, Choice, Feed, MoveRequest, Step
+from worker.models.minicpmo45.model import MAX_BATCH
+from worker.models.minicpmo45.ops import DECODE, FEED_BUCKETS, Choice, Feed, MoveRequest, Step
 from worker.nn.decoder import Decoder
 from worker.nn.sampling import Sampling
 from worker.nn.text_sampling import DuplexSampling
@@ -26,10 +29,12 @@ FIXED = [
     DuplexSampling(is_greedy=True),
     DuplexSampling(top_k=5, top_p=0.99, temperature=1.3, window=4, repetition_penalty=1.8),
     DuplexSampling(listen_top_k=40, listen_prob_scale=2.0),
+    DuplexSampling(top_k=120, temperature=2.0),
+    DuplexSampling(top_k=0, is_greedy=True, repetition_penalty=2.0),
 ]
 OTHER = [
     DuplexSampling(top_k=0, top_p=0.5),
-    DuplexSampling(top_k=60, temperature=2.0),
+    DuplexSampling(top_k=150, temperature=2.0),
     DuplexSampling(window=2000, repetition_penalty=3.0, is_greedy=True),
     Sampling(temperature=1.1, top_k=30, repetition_penalty=1.3),
     Sampling(),
@@ -106,7 +111,7 @@ class Traffic:
         sampling = self.settings[self.random.integers(len(self.settings))]
         if sampling is None:
             return None
-        most = 700 if isinstance(sampling, DuplexSampling) and sampling.window > 1000 else 60
+        most = 1500 if isinstance(sampling, DuplexSampling) and sampling.window > 1000 else 60
         recent = self.random.integers(0, 448, self.random.integers(0, most))
         forbidden = None
         if isinstance(sampling, Sampling) and self.random.random() < 0.5:
@@ -161,9 +166,9 @@ def test_any_traffic_gives_what_exact_rows_give(staged, exact, captured, seed):
                 chosen += sum(fed.token is not None for fed in theirs)
 
     assert chosen > 40
-    stages = captured[1].report.stages
-    assert all(stages[name].runs for name in ("llm.prefill", "llm.decode"))
-    assert all(counts.runs == counts.replays for counts in stages.values())
+    stages = captured[1].stages
+    assert all(stages[name].counts.runs for name in ("llm.prefill", "llm.decode"))
+    assert all(stage.counts.runs == stage.counts.replays for stage in stages.values())
 
 
 @pytest.mark.parametrize("settings", [FIXED, OTHER, [None]], ids=["fixed", "other", "none"])
@@ -175,6 +180,40 @@ def test_batches_of_one_kind_give_what_exact_rows_give(staged, exact, settings):
         for _ in range(4):
             steps = traffic.steps()
             agree(staged.decode(steps), exact.decode(steps))
+
+
+@pytest.mark.parametrize(
+    ("said", "n_outside"),
+    [
+        ({}, 0),
+        ({"top_k": 40}, 0),
+        ({"top_k": 100, "text_repetition_window_size": 1024}, 0),
+        ({"top_k": 0, "temperature": 0}, 0),
+        ({"text_repetition_window_size": 4096}, 1),
+        ({"top_k": 0}, 1),
+    ],
+)
+def test_what_clients_ordinarily_ask_for_is_chosen_within_the_run(
+    staged, exact, captured, said, n_outside
+):
+    """With a top_k of 40 every token was chosen by some 70 launches, and nothing told of it."""
+    outside = captured[1].report.stages["llm.choose"]
+    before = outside.runs
+    sampling = sampling_of(DuplexSettings(**said))
+    recent = np.arange(4096)[-sampling.window :] % 448
+    step = Step(1, 0, 3, Choice(sampling, (0.4, 0.6), recent))
+
+    agree(staged.decode([step]), exact.decode([step]))
+
+    assert outside.runs - before == n_outside
+
+
+def test_no_step_is_planned_that_no_batch_comes_to(loaded):
+    _, compiler = language(loaded, replace(CAPTURED, cuda_graphs=False), n_slots=70)
+
+    sizes = {n_slots for n_slots, _ in compiler.stages["llm.decode"].buckets}
+
+    assert max(sizes) == MAX_BATCH[DECODE] == 64
 
 
 def test_the_longest_feeds_run_one_by_one(staged, exact, captured):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from shared.errors import BadImage
 from tests.fakes.graphs import FakeCapture
 from worker.compile.compiler import Compiler
 from worker.compile.regions import CompilePlan
-from worker.models.minicpmo45.images import SliceConfig, plan_slices
+from worker.models.minicpmo45.images import SliceConfig, plan_slices, slice_image
 from worker.models.minicpmo45.ops import AudioRequest
 from worker.models.minicpmo45.senses import Senses, patch_sizes
 from worker.nn.audio_encoder import AudioEncoder, AudioEncoderConfig
@@ -120,6 +121,33 @@ def test_pictures_of_several_requests_equal_those_without_stages():
         torch.testing.assert_close(rows, plain.vision.encode(request), **CLOSE)
     # 7 slices of the usual size, and strips one by one.
     assert report.stages["vpm.slices"].replays == report.stages["vpm.slices"].runs == 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("size", "most"), [((50, 66), 1), ((70, 50), 9), ((66, 40), 4), ((2, 90), 9)]
+)
+def test_pictures_that_the_device_cuts_equal_those_cut_on_the_host(size, most):
+    senses, report = started()
+    plain = build(Compiler())
+    rgb = np.random.default_rng(3).integers(0, 256, (*size, 3), dtype=np.uint8)
+    wanted = slice_image(rgb, most, SLICES).slices
+
+    planned, sliced = senses.slice(rgb, most), plain.slice(rgb, most)
+
+    assert not any(isinstance(one, np.ndarray) for one in planned)
+    for ours, theirs in zip(sliced, wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    got = senses.encode_images([planned, REQUESTS[0], planned])
+    for rows, request in zip(got, (sliced, REQUESTS[0], sliced), strict=True):
+        torch.testing.assert_close(rows, plain.vision.encode(request), **CLOSE)
+    assert report.stages["vpm.slices"].replays == report.stages["vpm.slices"].runs
+
+
+def test_both_ways_refuse_a_picture_that_cannot_be_sliced():
+    strip = np.zeros((1, 1025, 3), np.uint8)
+    for senses in (started()[0], build(Compiler())):
+        with pytest.raises(BadImage):
+            senses.slice(strip, 1)
 
 
 def test_rows_outlive_the_next_run_and_nothing_of_a_larger_slice_stays():

@@ -318,16 +318,17 @@ def test_a_window_that_nothing_fills_needs_no_other_bucket():
 # ---- compiled
 
 
+@pytest.mark.usefixtures("compiling")
 def test_compiled_stages_say_the_same_and_no_call_needs_another_graph():
-    staged = Staged(plan=CompilePlan(backend="eager"), n_slots=2)
+    """Two rows come first, and the head has two heads: to the compiler that was the same size."""
+    staged = Staged(plan=CompilePlan(backend="eager"))
     graphs = dict(staged.compiler.report.region_graphs)
-    requests = [one for one in ragged() if one.slot < 2]
 
-    assert staged.speak(*requests) == build().speak(poisoned(), requests)
+    assert staged.speak(*ragged()) == build().speak(poisoned(), ragged())
     staged.speak(asked(70, max_new=30, min_new=30, start=40))
 
-    # One and several rows; draws with and without filters.
-    assert graphs == {"tts.prefill": 2, "tts.decode": 2, "tts.draw": 4}
+    # Inputs of one row and of several; steps and draws per number of rows, draws with filters too.
+    assert graphs == {"tts.prefill": 2, "tts.decode": 3, "tts.draw": 6}
     assert dict(staged.compiler.report.region_graphs) == graphs
 
 

@@ -1,7 +1,6 @@
 """The speech head against a slow loop by the letter, and its promises about rows and caches."""
 
 import dataclasses
-import warnings
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from tests.fakes.speech_head import (
     ragged,
     source,
 )
-from tests.gpu import waits_are
 from worker.nn import speech
 from worker.nn.decoder import KvCache, Rows
 from worker.nn.speech import (
@@ -34,13 +32,6 @@ from worker.nn.speech import (
 from worker.nn.speech_request import InputKind
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
-
-
-@pytest.fixture(params=["rows", "span"], autouse=True)
-def reach(request, monkeypatch):
-    """Both ways through a run: the CPU's, and the accelerator's, which reads nothing back."""
-    if request.param == "span":
-        monkeypatch.setattr(speech, "_is_host", lambda device: False)
 
 
 @pytest.fixture(scope="module")
@@ -518,37 +509,3 @@ def test_bf16_states_stay_close_to_fp32():
     torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05)
     assert trace_16.probabilities[0].dtype == torch.float32
     torch.testing.assert_close(trace_16.probabilities[0], trace.probabilities[0], rtol=0, atol=0.1)
-
-
-# ---- on an accelerator
-
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-def on(device, requests):
-    return [
-        request
-        if request.hidden is None
-        else dataclasses.replace(request, hidden=request.hidden.to(device))
-        for request in requests
-    ]
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
-def test_an_accelerator_says_the_same_and_reads_back_once(head, device):
-    expected = head.speak(poisoned(), ragged())
-    there = build().to(device)
-    cache = KvCache.allocate(CONFIG.decoder, 4, N_TOKENS, device=device)
-    units = on(device, [asked(n, seed=n, slot=n) for n in range(4)])
-
-    assert there.speak(cache, on(device, ragged())) == expected
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with waits_are("warn"):
-            there.speak(cache, units)
-
-    waits = [str(w.message) for w in seen if "synchronizing CUDA operation" in str(w.message)]
-    assert len(waits) == 1, waits

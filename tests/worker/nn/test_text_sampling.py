@@ -375,12 +375,12 @@ def fixed_arrays(n_rows):
     arrays = {
         "numbers": np.zeros((n_rows, 8)),
         "draws": np.zeros((n_rows, 2)),
-        "recent": np.zeros((n_rows, FIXED_HISTORY), np.int64),
+        "recent": np.zeros((n_rows, FIXED_HISTORY), np.int32),
     }
     return arrays, {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-FIXED = [s for s in SETTINGS if s.top_k]
+FIXED = [s for s in SETTINGS if s.top_k or s.is_greedy]
 
 
 def test_fixed_sizes_decide_as_exact_ones():
@@ -415,6 +415,8 @@ def test_zeros_are_valid_inputs_of_fixed_sizes():
         (DuplexSampling(top_k=FIXED_CANDIDATES - TIE_ROOM), 0, True),
         (DuplexSampling(top_k=FIXED_CANDIDATES - TIE_ROOM + 1), 0, False),
         (DuplexSampling(top_k=0), 0, False),
+        (DuplexSampling(top_k=0, is_greedy=True), 0, True),
+        (DuplexSampling(top_k=100, window=1024), 1024, True),
         (DuplexSampling(window=FIXED_HISTORY + 1), FIXED_HISTORY, True),
         (DuplexSampling(window=FIXED_HISTORY + 1), FIXED_HISTORY + 1, False),
         (DuplexSampling(window=0), FIXED_HISTORY + 1, True),
@@ -427,13 +429,13 @@ def test_what_is_larger_than_the_fixed_sizes_is_known_beforehand(setting, n_said
 @pytest.mark.parametrize("n_ties", [1, TIE_ROOM, TIE_ROOM + 1, 40])
 def test_the_length_of_the_candidate_list_changes_nothing(n_ties):
     """Ties with the k-th used to stay as far as the list went, and a neighbour made it longer."""
-    k = FIXED_CANDIDATES - TIE_ROOM
-    logits = torch.full((1, V), -torch.inf)
+    k, n = FIXED_CANDIDATES - TIE_ROOM, 500
+    logits = torch.full((1, n), -torch.inf)
     logits[0, :n_ties] = 1.0
     logits[0, -(k - 1) :] = torch.linspace(2, 3, k - 1)
     settings = [dataclasses.replace(PLAIN, top_k=k)]
-    inputs = decision_inputs(settings, [NOTHING], [(0.9, 0.5)], V, "cpu")
-    open_vocabulary = dataclasses.replace(VOCABULARY, forbidden=torch.zeros(V, dtype=torch.bool))
+    inputs = decision_inputs(settings, [NOTHING], [(0.9, 0.5)], n, "cpu")
+    open_vocabulary = dataclasses.replace(VOCABULARY, forbidden=torch.zeros(n, dtype=torch.bool))
 
     def probabilities(n_candidates):
         sized = dataclasses.replace(inputs, n_candidates=n_candidates)
@@ -441,8 +443,8 @@ def test_the_length_of_the_candidate_list_changes_nothing(n_ties):
         return stages.probabilities[stages.probabilities > 0].sort().values
 
     assert inputs.n_candidates == FIXED_CANDIDATES
-    assert torch.equal(probabilities(FIXED_CANDIDATES), probabilities(V))
-    assert len(probabilities(V)) == k - 1 + min(n_ties, TIE_ROOM + 1)
+    assert torch.equal(probabilities(FIXED_CANDIDATES), probabilities(n))
+    assert len(probabilities(n)) == k - 1 + min(n_ties, TIE_ROOM + 1)
 
 
 def test_draw_is_the_first_sum_that_passes_it():

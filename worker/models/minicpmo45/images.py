@@ -55,6 +55,17 @@ class SlicePlan:
     refined: Size | None
     """What the picture is resized to before it is cut into tiles."""
 
+    @property
+    def n_slices(self) -> int:
+        """The overview and the tiles."""
+        return 1 if self.grid is None else 1 + math.prod(self.grid)
+
+    def size(self, index: int) -> Size:
+        """Of a slice: 0 is the overview, the others are tiles."""
+        if index == 0 or self.grid is None or self.refined is None:
+            return self.overview
+        return self.refined[0] // self.grid[0], self.refined[1] // self.grid[1]
+
 
 @dataclass(frozen=True, slots=True)
 class Sliced:
@@ -79,9 +90,8 @@ def slice_image(rgb: Pixels, max_slice_nums: int, config: SliceConfig) -> Sliced
     picture = Image.fromarray(rgb)
     slices = [_resized(picture, plan.overview)]
     if plan.grid is not None and plan.refined is not None:
-        n_columns, n_rows = plan.grid
         refined = _resized(picture, plan.refined)
-        tile_width, tile_height = plan.refined[0] // n_columns, plan.refined[1] // n_rows
+        tile_width, tile_height = plan.size(1)
         slices += [
             refined[top : top + tile_height, left : left + tile_width]
             for top in range(0, plan.refined[1], tile_height)

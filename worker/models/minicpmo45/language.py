@@ -112,6 +112,8 @@ class Language:
             if request.choice is not None and row not in columns
         }
         if left:  # the head is 8 % of the weights
+            if self._stages is not None:
+                self._stages.outside.runs += 1
             states = ran.hidden[ints(list(left), self.device)]
             order, table = self._chooser.choose(states, list(left.values()))
             offset, rows = sum(one.shape[1] for one in tables), list(left)

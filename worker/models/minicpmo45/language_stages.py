@@ -19,6 +19,7 @@ from worker.compile.buckets import batch_sizes, fit
 from worker.compile.compiler import Compiler
 from worker.compile.graphs import Call, Input, Inputs, Layout, Outputs, fill
 from worker.compile.regions import Dim, Region, fix_sizes
+from worker.compile.report import StageCounts
 from worker.models.minicpmo45.choosing import Chooser
 from worker.models.minicpmo45.ops import FEED_BUCKETS, Choice, Feed, Step
 from worker.nn.decoder import Decoder, KvCache
@@ -32,6 +33,8 @@ from worker.nn.text_sampling import (
 
 MOST_FEEDS = 8
 """Slots of one prefill."""
+MOST_STEPS = 64
+"""Slots of one decode step."""
 MOST_ROWS_TOGETHER = 224
 """Longer feeds run one by one: each of them fills the device."""
 
@@ -56,13 +59,17 @@ class Ran:
 
 
 class LanguageStages:
-    """Declares `llm.prefill` and `llm.decode`, fills their inputs and runs them."""
+    """Declares `llm.prefill` and `llm.decode`, fills their inputs and runs them.
+
+    A batch's choices of other sizes are made outside, by some 70 operations that are started one by
+    one; they are counted as runs of `llm.choose`, which has no buckets.
+    """
 
     def __init__(self, llm: Decoder, cache: KvCache, chooser: Chooser, compiler: Compiler) -> None:
         self._llm, self._cache, self._chooser = llm, cache, chooser
         n_slots = cache.keys[0].shape[0]
         self._feed_sizes = batch_sizes(min(n_slots, MOST_FEEDS))
-        self._step_sizes = batch_sizes(n_slots)
+        self._step_sizes = batch_sizes(min(n_slots, MOST_STEPS))
         fix_sizes((*cache.keys, *cache.values))
         for region in self._regions():
             compiler.region(region)
@@ -79,6 +86,7 @@ class LanguageStages:
         self._decode = compiler.stage(
             "llm.decode", self._step_layout, self._step, self._step_buckets(), device, sentinels
         )
+        self.outside = compiler.report.stages["llm.choose"] = StageCounts()
 
     def _regions(self) -> Iterator[Region]:
         rows = Dim("x", 0, 1, self._feed_sizes[-1]), Dim("x", 1, FEED_BUCKETS[0], FEED_BUCKETS[-1])
@@ -205,7 +213,7 @@ def _choice_layout(n_slots: int) -> dict[str, Input]:
     return {
         "numbers": Input((n_slots, 8), torch.float64),
         "draws": Input((n_slots, 2), torch.float64),
-        "recent": Input((n_slots, FIXED_HISTORY), torch.int64),
+        "recent": Input((n_slots, FIXED_HISTORY), torch.int32),
     }
 
 

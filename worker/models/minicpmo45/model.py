@@ -27,9 +27,9 @@ from worker.compile.compiler import Compiler
 from worker.engine.contract import Op, Program
 from worker.models.batches import one_by_one
 from worker.models.contract import Progress, Prompt, Unit
-from worker.models.minicpmo45 import duplex, ops
-from worker.models.minicpmo45.images import slice_image
+from worker.models.minicpmo45 import duplex, ops, voice_stages
 from worker.models.minicpmo45.language import Language
+from worker.models.minicpmo45.language_stages import MOST_FEEDS, MOST_STEPS
 from worker.models.minicpmo45.loading import Loaded
 from worker.models.minicpmo45.moving import Mover
 from worker.models.minicpmo45.ops import PreparedInput, Spoken
@@ -65,10 +65,10 @@ LANES: Mapping[str, str] = {
 }
 MAX_BATCH: Mapping[str, int] = {
     ops.ENCODE_AUDIO: 32,
-    ops.PREFILL: 8,
-    ops.DECODE: 64,
+    ops.PREFILL: MOST_FEEDS,
+    ops.DECODE: MOST_STEPS,
     ops.SPEAK: 32,
-    ops.VOCODE: 32,
+    ops.VOCODE: voice_stages.MOST_ROWS,
 }
 """Of the ops that gain by it; the others run one by one."""
 
@@ -272,7 +272,7 @@ class MiniCpmO45:
     def _prepare_input(self, request: ops.InputRequest) -> PreparedInput:
         # Pictures first: a bad one leaves the sound's state as it was.
         slices = tuple(
-            slice_image(frame, limit, self.config.slices).slices
+            self.senses.slice(frame, limit)
             for frame, limit in zip(request.frames, request.max_slice_nums, strict=True)
         )
         if request.mel is None or request.samples is None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker.models.minicpmo45.cutting import AnySlice
 from worker.nn.mel import StreamingMel
 from worker.nn.sampling import Sampling
 from worker.nn.text_sampling import DuplexSampling
@@ -23,11 +24,11 @@ MAX_FEED_ROWS = FEED_BUCKETS[-1]
 """About 10 ms of one H200, so that nobody waits long behind a long prompt."""
 
 PREPARE_INPUT = "prepare_input"
-"""`InputRequest` -> `PreparedInput`. On the host lane: mel frames, image slices."""
+"""`InputRequest` -> `PreparedInput`. On the host lane: mel frames, image slices or their plans."""
 PREPARE_VOICE = "prepare_voice"
 """`VoiceRequest` -> features of a reference voice. On the host lane."""
 ENCODE_IMAGES = "encode_images"
-"""A tuple of slices `[h, w, 3]` uint8 -> embeddings `[n_slices, 64, D]`."""
+"""A tuple of slices, of `PreparedInput`, -> embeddings `[n_slices, 64, D]`."""
 ENCODE_AUDIO = "encode_audio"
 """`AudioRequest` -> embeddings `[n, D]` of one streamed second."""
 ENCODE_CLIP = "encode_clip"
@@ -121,8 +122,9 @@ class InputRequest:
 class PreparedInput:
     mel: Tensor | None
     """`[80, F]`; None without audio."""
-    slices: tuple[tuple[NDArray[np.uint8], ...], ...] = ()
-    """Per frame: the overview, then the tiles in reading order, each `[h, w, 3]`."""
+    slices: tuple[tuple[AnySlice, ...], ...] = ()
+    """Per frame: the overview, then the tiles in reading order, each uint8 `[h, w, 3]` or planned
+    to be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,16 @@ from worker.compile.buckets import batch_sizes, fit, split
 from worker.compile.compiler import Compiler
 from worker.compile.graphs import Input, Inputs, Layout, Outputs
 from worker.compile.regions import Dim, Region
-from worker.models.minicpmo45.images import SliceConfig
+from worker.models.minicpmo45.cutting import AnySlice, Cutter
+from worker.models.minicpmo45.images import Pixels, SliceConfig, slice_image
 from worker.models.minicpmo45.ops import AudioRequest
 from worker.nn.attention import Rows
 from worker.nn.audio_encoder import AudioCache, AudioEncoder
 from worker.nn.mel import FRAMES_PER_S, StreamingMel
 from worker.nn.shapes import rounded_up
-from worker.nn.siglip import Grids, padded_position_ids
+from worker.nn.siglip import Grid, Grids, padded_position_ids
 from worker.nn.transfer import ints, to_device
-from worker.nn.vision import Slice, VisionTower
+from worker.nn.vision import VisionTower
 
 MAX_STREAMS = 32
 """Seconds of sound that are heard together."""
@@ -71,9 +72,11 @@ class Senses:
         self.device = weight.device
         self.cache = AudioCache.allocate(audio.config, n_slots, weight.dtype, self.device)
         self.uses_stages = self.device.type == "cuda" or compiler.plan is not None
+        self._slicing = slices
         if not self.uses_stages:
             return
         self._sizes = patch_sizes(slices)
+        self._cutter = Cutter(slices, self._sizes, self.device)
         usual, longest = self._sizes
         # Kept here, as captured graphs read it. No side has more patches than the slice; one place
         # more, as the compiler takes equal sizes for one and the same.
@@ -128,10 +131,19 @@ class Senses:
 
     # ---- pictures
 
-    def encode_images(self, requests: Sequence[Sequence[Slice]]) -> list[Tensor]:
+    def slice(self, rgb: Pixels, max_slice_nums: int) -> tuple[AnySlice, ...]:
+        """Return a picture's slices, or the plan of them where the device makes them.
+
+        From any thread. Raises BadImage as `slice_image` does.
+        """
+        if self.uses_stages:
+            return self._cutter.plan(rgb, max_slice_nums)
+        return slice_image(rgb, max_slice_nums, self._slicing).slices
+
+    def encode_images(self, requests: Sequence[Sequence[AnySlice]]) -> list[Tensor]:
         """Return the embeddings `[n_slices, n_queries, D]` of every request's slices."""
         if not self.uses_stages:
-            return [self.vision.encode(slices) for slices in requests]
+            return [self._seen_exactly(slices) for slices in requests]
         slices = [pixels for request in requests for pixels in request]
         sizes = [self._size_of(pixels) for pixels in slices]
         order = sorted(range(len(slices)), key=lambda index: sizes[index] or 0)
@@ -139,7 +151,7 @@ class Senses:
         for size in (None, *self._sizes):
             group = [slices[index] for index in order if sizes[index] == size]
             if group:
-                made += [self.vision.encode(group)] if size is None else self._seen(group, size)
+                made += [self._seen_exactly(group)] if size is None else self._seen(group, size)
         if not made:
             return [self.vision.encode(()) for _ in requests]
         rows = torch.cat(made) if len(made) > 1 else made[0]
@@ -147,12 +159,23 @@ class Senses:
             rows = rows[ints(np.argsort(order).tolist(), self.device)]
         return list(rows.split([len(request) for request in requests]))
 
-    def _size_of(self, pixels: Slice) -> int | None:
+    def _grid_of(self, pixels: AnySlice) -> Grid:
+        height, width, _ = pixels.shape
+        patch = self.vision.encoder.config.patch_size
+        return height // patch, width // patch
+
+    def _size_of(self, pixels: AnySlice) -> int | None:
         """Patches that a slice is padded to; None = it is larger than any picture's."""
-        n_rows, n_columns = self.vision.grid_of(pixels)
+        n_rows, n_columns = self._grid_of(pixels)
         return fit(n_rows * n_columns, self._sizes)
 
-    def _seen(self, slices: Sequence[Slice], size: int) -> list[Tensor]:
+    def _seen_exactly(self, slices: Sequence[AnySlice]) -> Tensor:
+        """Embeddings of slices without a stage; no planned ones, which always fit one."""
+        arrays = [pixels for pixels in slices if isinstance(pixels, np.ndarray)]
+        assert len(arrays) == len(slices)
+        return self.vision.encode(arrays)
+
+    def _seen(self, slices: Sequence[AnySlice], size: int) -> list[Tensor]:
         """Embeddings of slices that are padded to one size, batch by batch."""
         batches = SLICE_BATCHES if size == self._sizes[0] else SLICE_BATCHES[:1]
         side = self.vision.encoder.config.n_positions_side
@@ -160,11 +183,11 @@ class Senses:
         for n in split(len(slices), batches):
             call = self._slices_stage.at((n, size))
             host = call.begin()
-            for row, pixels in enumerate(slices[start : start + n]):
-                grid = self.vision.grid_of(pixels)
-                # What an earlier slice left behind this one is hidden.
-                place = host["pixels"][row].reshape(-1)[: pixels.size].reshape(pixels.shape)
-                np.copyto(place, pixels)
+            part = slices[start : start + n]
+            # What an earlier slice left behind these is hidden.
+            self._cutter.fill(part, call.tensors["pixels"].flatten(1))
+            for row, pixels in enumerate(part):
+                grid = self._grid_of(pixels)
                 host["n_columns"][row] = grid[1]
                 host["n_patches"][row] = grid[0] * grid[1]
                 host["ids"][row] = padded_position_ids(grid, size, side)
@@ -176,7 +199,9 @@ class Senses:
     def _slices_layout(self, bucket: VisionBucket) -> Layout:
         b, n = bucket
         return {
-            "pixels": Input((b, n, self.vision.encoder.config.patch_values), torch.uint8),
+            "pixels": Input(
+                (b, n, self.vision.encoder.config.patch_values), torch.uint8, is_from_host=False
+            ),
             "n_columns": Input((b,), torch.int32),
             "n_patches": Input((b,), torch.int32),
             "ids": Input((b, n), torch.int32),

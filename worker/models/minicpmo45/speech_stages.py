@@ -20,8 +20,10 @@ from worker.compile.graphs import Input, Inputs, Layout, Outputs, fill
 from worker.compile.regions import Dim, Region
 from worker.nn.code_sampling import CodeRows, fill_code_rows, longest_list
 from worker.nn.decoder import KvCache
-from worker.nn.speech import RUN, SpeechHead, SpeechRequest
+from worker.nn.speech import SpeechHead, SpeechRequest
 
+RUN = 26
+"""Most draws of a run, behind which the host looks who has ended: a duplex unit is one run."""
 WIDTHS = (32, 64, 96)
 """Input rows of one piece; longer inputs are fed in several."""
 WINDOW = 16

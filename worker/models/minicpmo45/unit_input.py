@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -81,8 +80,8 @@ def _check_slices(unit: Unit, limits: tuple[int, ...], model: MiniCpmO45) -> Non
     """Raises BadImage before anything of the unit is used: too many slices, impossible sizes."""
     n_slices = 0
     for frame, limit in zip(unit.frames, limits, strict=True):
-        grid = plan_slices(frame.shape[1], frame.shape[0], limit, model.config.slices).grid
-        n_slices += 1 + (math.prod(grid) if grid else 0)
+        plan = plan_slices(frame.shape[1], frame.shape[0], limit, model.config.slices)
+        n_slices += plan.n_slices
     most = MAX_PICTURE_ROWS // (model.n_image_tokens + 2)
     if n_slices > most:
         raise BadImage(

@@ -16,7 +16,7 @@ from torch import Tensor, _dynamo
 from worker.compile.buckets import batch_sizes, split
 from worker.compile.compiler import Compiler
 from worker.compile.graphs import Input, Inputs, Layout, Outputs
-from worker.compile.regions import Dim, Region
+from worker.compile.regions import Dim, Region, fix_sizes
 from worker.models.minicpmo45.speaking import CHUNK_CODES, LOOK_AHEAD, MIN_CHUNK_CODES
 from worker.nn.conformer import FRAMES_PER_TOKEN
 from worker.nn.dit import GUIDED
@@ -38,6 +38,7 @@ class VoiceStages:
     def __init__(self, flow: Flow, cache: FlowCache, vocoder: Vocoder, compiler: Compiler) -> None:
         self._flow, self._cache, self._vocoder = flow, cache, vocoder
         self._sizes = batch_sizes(min(len(cache.seen), MOST_ROWS))
+        self._fix_sizes()
         for region in self._regions():
             compiler.region(region)
         self._chunk = compiler.stage(
@@ -55,14 +56,24 @@ class VoiceStages:
             ),
         )
 
+    def _fix_sizes(self) -> None:
+        """Say that caches never change their sizes.
+
+        A compiler that took them for variable would also take it for a rule if one of them equals
+        the batch, such as the number of heads.
+        """
+        dit, lists = self._cache.dit, self._cache.encoder
+        for step in (*dit.keys, *dit.values, *dit.first, *dit.second):
+            fix_sizes(step)
+        self._flow.encoder.prepare(lists)
+        # Only their length varies, between the two rates, which share graphs.
+        for one in (*lists.keys, *lists.values):
+            _dynamo.mark_static(one, [0, 1, 3])
+        for one in lists.distances:
+            _dynamo.mark_static(one, [0, 2])
+
     def _regions(self) -> Iterator[Region]:
         most, frames = self._sizes[-1], FRAMES_PER_TOKEN * STEADY_CODES
-        # Their sizes never vary. A compiler that took them for variable would also take it for a
-        # rule if one of them equals the batch.
-        dit = self._cache.dit
-        for step in (*dit.keys, *dit.values, *dit.first, *dit.second):
-            for one in step:
-                _dynamo.mark_static(one)
         guided = Dim("x", 0, GUIDED, GUIDED * most), Dim("x", 1, 2, frames)
         yield Region("flow.dit", "flow", self._flow.dit.stream_calls, guided)
         tokens = Dim("x", 0, 1, most), Dim("x", 1, 2, frames)
