@@ -110,10 +110,8 @@ def _ready(worker: subprocess.Popen[bytes], port: int, began_at: float) -> dict[
         compiled = _get(port, "api/compile") or {}
         for name in ("state", "degraded", "graphs", "fx_hits", "fx_misses", "new_files"):
             found[name] = compiled.get(name)
-        found["captures"], found["graph_pool_bytes"] = (
-            compiled.get("captures"),
-            compiled.get("graph_pool_bytes"),
-        )
+        for name in ("captures", "graph_pool_bytes", "regions"):
+            found[name] = compiled.get(name)
         return found
     raise SystemExit(f"a worker was not ready within {START_TIMEOUT_S} s")
 

@@ -342,7 +342,7 @@ class Traffic:
 
     def _unit(self, slot: int) -> tuple[Task, Task]:
         choose = self.random.choice
-        frames = tuple(self._picture(*choose(SIZES)) for _ in range(choose((0, 0, 0, 1, 1, 2))))
+        frames = tuple(self._picture(*choose(SIZES)) for _ in range(choose((0, 0, 0, 1, 1, 2, 3))))
         is_muted = bool(frames) and self.random.random() < 0.1
         unit = Unit(
             index=0,
