@@ -70,10 +70,11 @@ def settings_of(config: Config, gpu_id: int | None) -> WorkerSettings:
     )
 
 
-def compiling_of(config: Config, n_slots: int) -> Compiling:
+def compiling_of(config: Config, n_slots: int, completes: bool = False) -> Compiling:
     """Return what the worker's start compiles; decided in the `load_model` stage."""
     # As it is now: to import torch may set its cache directory.
-    return Compiling(functools.partial(_compile_parts, config, n_slots, dict(os.environ)))
+    make = functools.partial(_compile_parts, config, n_slots, dict(os.environ))
+    return Compiling(make, completes=completes)
 
 
 def builder_of(config: Config, compiling: Compiling) -> Callable[[], DuplexModel]:
@@ -127,7 +128,7 @@ async def _serve(config: Config, args: argparse.Namespace, played: Sequence[Inpu
     except OSError as error:
         log.error("port %d cannot be taken: %s", args.port, error.strerror)
         return EXIT_START_FAILED
-    compiling = compiling_of(config, settings.n_slots)
+    compiling = compiling_of(config, settings.n_slots, completes=args.start_only is not None)
     lifecycle = Lifecycle(
         settings,
         builder_of(config, compiling),

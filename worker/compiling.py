@@ -61,14 +61,18 @@ class Compiling:
     Args:
         make: called by `look`, on the thread that compiles. None: there is nothing to look at,
             and all steps do nothing (a back end that knows no compiler).
+        completes: what a warm start had to add to the cache is shared as well. (Some kernels are
+            built another way when their code comes from a cache than when it was just made.)
     """
 
     def __init__(
         self,
         make: Callable[[], CompileParts] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        completes: bool = False,
     ) -> None:
         self._make = make
+        self._completes = completes
         self._clock = clock
         self._parts: CompileParts | None = None
         self._found: CacheStatus | None = None
@@ -180,7 +184,10 @@ class Compiling:
         if parts is None:
             return
         if self._found is not None and self._found.is_warm and self._n_new_files:
-            log.warning("a warm start has compiled n_new_files=%d", self._n_new_files)
+            files = self._cache.changes().written
+            log.warning("a warm start has compiled n_new_files=%d: %s", len(files), files[:40])
+            if self._completes:
+                self._complete(stage_seconds)
         parts.compiler.seal()
         if parts.profile is not None:
             parts.profile.open()
@@ -331,6 +338,20 @@ class Compiling:
             log.error("compile cache is not shared, the next start compiles again: %s", error)
         finally:
             self._end_turn()
+
+    def _complete(self, stage_seconds: Mapping[str, float]) -> None:
+        """Share a warm cache together with what was missing in it."""
+        n_added = self._n_new_files
+        try:
+            self._turn.enter_context(self._cache.lock(lambda waited_s: None))
+            self._cache.master.discard()
+        except CompileCacheError as error:
+            log.error("what was missing in the compile cache is not shared: %s", error)
+            self._end_turn()
+            return
+        self._is_maker = True
+        self._publish(stage_seconds)
+        self._n_shared_files = n_added
 
     def _stay_eager(self, reason: str) -> None:
         self._compiler.plan = None

@@ -35,13 +35,17 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="started at once")
     parser.add_argument("--gpus", type=int, default=1, help="workers are spread over as many")
     parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument(
+        "--cache-is-there", action="store_true", help="in the configuration's place"
+    )
     parser.add_argument("--commit", help="of this code, where there is no git")
     parser.add_argument("--out", type=Path, help="file for the JSON object")
     options = parser.parse_args()
     report: dict[str, Any] = {"bench": "startup", **provenance(options.commit)}
     with tempfile.TemporaryDirectory() as folder:
         config = _configured(options, Path(folder))
-        report["precompile"] = precompile(config)
+        if not options.cache_is_there:
+            report["precompile"] = precompile(config)
         for n_workers in options.workers:
             report[f"{n_workers}_workers"] = start(config, n_workers, options.gpus)
     for name, value in report.items():
@@ -59,7 +63,8 @@ def _configured(options: argparse.Namespace, folder: Path) -> Path:
     if options.config:
         settings = json.loads(options.config.read_text(encoding="utf-8"))
     settings.setdefault("service", {})["sessions_per_worker"] = options.slots
-    settings.setdefault("compile", {})["cache_dir"] = str(folder / "cache")
+    if not options.cache_is_there:
+        settings.setdefault("compile", {})["cache_dir"] = str(folder / "cache")
     path = folder / "config.json"
     path.write_text(json.dumps(settings), encoding="utf-8")
     return path

@@ -16,16 +16,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shared.config import load_config
 from tests.bench.bench_model import compare_all, truths_of
 from tests.bench.provenance import provenance
 from tests.bench.replay_checks import replays_equal
@@ -34,6 +36,7 @@ from worker.compile.compiler import Compiler
 from worker.compile.regions import CompilePlan
 from worker.models.minicpmo45.loading import LoadOptions, load
 from worker.models.minicpmo45.model import MiniCpmO45
+from worker.plan import cache_of
 
 COPY_BYTES = 4 << 30
 TFLOPS = 790.0
@@ -41,6 +44,8 @@ TFLOPS = 790.0
 DECODE_REPEATS = 200
 POSITIONS = (500, 2000, 3900)
 BOTH = ("audio", *SLICE_LIMITS)
+USUAL = ("audio", "1")
+"""What ordinary sessions send; of the others a third of the units is played."""
 
 
 def main() -> int:
@@ -49,6 +54,7 @@ def main() -> int:
     parser.add_argument("--eager-units", type=int, default=5, help="compiled ones as well")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--replays", type=int, default=1000)
+    parser.add_argument("--config", type=Path, help="whose compile cache is used; None = none")
     parser.add_argument("--no-accuracy", action="store_true", help="leave out the fp32 comparison")
     parser.add_argument("--profile", action="store_true", help="kernels of one captured unit")
     parser.add_argument("--commit", help="of this code, where there is no git")
@@ -57,16 +63,24 @@ def main() -> int:
     report: dict[str, Any] = {"bench": "unit", **provenance(options.commit)}
     report |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     report |= {"command": f"python -m tests.bench.bench_unit {' '.join(sys.argv[1:])}"}
-    report |= measure(options)
-    text = json.dumps(report)
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(text)
+    for part in measure(options):
+        report |= part
+        # What was measured is kept, whatever becomes of the rest.
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report))
     return 0
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    compiler = Compiler(CompilePlan())
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the parts of the report."""
+    plan = CompilePlan()
+    cache = None
+    if options.config:
+        config = load_config(options.config).config
+        cache = cache_of(config, plan, options.slots, dict(os.environ))
+        print("cache:", cache.open().state, flush=True)
+    compiler = Compiler(plan)
     model = MiniCpmO45(lambda progress: load(LoadOptions(), progress), compiler=compiler)
     traffic = Traffic(model)
 
@@ -78,58 +92,78 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         model.init_unified(options.slots, quiet)
 
     traffic.on_lane(start)
-    report: dict[str, Any] = {"copy_tb_per_s": copy_rate(), "slots": options.slots}
+    rate = copy_rate()
+    yield {"copy_tb_per_s": rate, "slots": options.slots, "floor_ms": floors(model, rate)}
+    accuracy: dict[str, Any] = {}
     truths = None
     if not options.no_accuracy:
         truths = traffic.on_lane(lambda: truths_of(model))
-        report["accuracy"] = {"eager": traffic.on_lane(lambda: compare_all(model, truths))}
+        accuracy["eager"] = traffic.on_lane(lambda: compare_all(model, truths))
     play("first", traffic, 1)
-    report["eager"] = play("eager", traffic, options.eager_units)
+    yield {"eager": play("eager", traffic, options.eager_units)}
 
-    began_at = time.perf_counter()
-    print("compile:", traffic.on_lane(lambda: compiler.compile(quiet)), flush=True)
-    report["compile_s"] = round(time.perf_counter() - began_at, 1)
+    note = timed(lambda: traffic.on_lane(lambda: compiler.compile(quiet)))
+    print("compile:", note, flush=True)
+    yield {"compile": note}
     if truths is not None:
-        report["accuracy"]["compiled"] = traffic.on_lane(lambda: compare_all(model, truths))
-        print("accuracy", json.dumps(report["accuracy"]), flush=True)
+        accuracy["compiled"] = traffic.on_lane(lambda: compare_all(model, truths))
+        print("accuracy", json.dumps(accuracy), flush=True)
         del truths
         torch.cuda.empty_cache()
-    report["compiled"] = play("compiled", traffic, options.eager_units)
-    began_at = time.perf_counter()
-    print("capture:", traffic.on_lane(lambda: compiler.capture(quiet)), flush=True)
-    report["capture_s"] = round(time.perf_counter() - began_at, 1)
-    play("warm", traffic, 3)
+        yield {"accuracy": accuracy}
+    yield {"compiled": play("compiled", traffic, options.eager_units)}
+    note = timed(lambda: traffic.on_lane(lambda: compiler.capture(quiet)))
+    print("capture:", note, flush=True)
+    yield {"capture": note}
+    play("warm", traffic, 2)
     # As a worker does: a full collection in the middle of a unit would walk through everything.
     gc.collect()
     gc.freeze()
     traffic.on_lane(compiler.seal)
-    report["captured"] = play("captured", traffic, options.units)
-    report["counts"] = dict(compiler.report.counts())
-    report["decode_step_ms"] = traffic.on_lane(lambda: decode_steps(model))
-    report["floor_ms"] = floors(model, report["copy_tb_per_s"])
+    yield from measure_captured(traffic, options)
+    traffic.close()
+    if cache is not None:
+        cache.close()
+
+
+def measure_captured(traffic: Traffic, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what is to be told about the model as it serves."""
+    model = traffic.model
+    yield {"captured": play("captured", traffic, options.units)}
+    yield {"counts": dict(model.compiler.report.counts())}
+    found = traffic.on_lane(lambda: decode_steps(model))
+    print("decode step", found, flush=True)
+    yield {"decode_step_ms": found}
+    found = traffic.on_lane(lambda: replays_equal(model, options.replays))
+    print("replays", json.dumps(found), flush=True)
+    yield {"replays_equal": found}
     if options.profile:
         profile(traffic)
-    report["replays_equal"] = traffic.on_lane(lambda: replays_equal(model, options.replays))
-    for name in ("counts", "decode_step_ms", "floor_ms", "replays_equal"):
-        print(name, json.dumps(report[name]), flush=True)
-    traffic.close()
-    return report
+
+
+def timed(function: Callable[[], str]) -> dict[str, Any]:
+    began_at = time.perf_counter()
+    note = function()
+    return {"seconds": round(time.perf_counter() - began_at, 1), "note": note}
 
 
 def play(way: str, traffic: Traffic, n_units: int) -> dict[str, Any]:
     """Play sessions until every class has its units; times by class, stages of the median unit."""
-    wanted = [Kind(act, sees) for sees in BOTH for act in acts_of(sees)]
-    found: dict[Kind, list[Timed]] = {kind: [] for kind in wanted}
+    found: dict[Kind, list[Timed]] = {Kind(act, sees): [] for sees in BOTH for act in acts_of(sees)}
     first_audio: list[float] = []
     for sees in BOTH:
-        while any(len(found[kind]) < n_units for kind in wanted if kind.sees == sees):
+        kinds = [kind for kind in found if kind.sees == sees]
+        n_wanted = n_units if sees in USUAL else min(n_units, n_units // 3 + 2)
+        while any(len(found[kind]) < n_wanted for kind in kinds):
             traffic.begin()
             for kind in session_plan(traffic.random, sees, n_turns=6):
-                timed = traffic.play(kind)
-                if kind in found and (kind.act != "listen" or len(found[kind]) < 2 * n_units):
-                    found[kind].append(timed)
+                timed_unit = traffic.play(kind)
+                if kind in found:
+                    found[kind].append(timed_unit)
                 if kind.act == "first":
-                    first_audio.append(timed.took_ms)
+                    first_audio.append(timed_unit.took_ms)
+                if all(len(found[kind]) >= n_wanted for kind in kinds):
+                    break
             traffic.end()
     table = {kind.name: figures(units) for kind, units in found.items()}
     print(f"{way:10} {'n':>5} {'p50':>8} {'p95':>8} {'p99':>8} {'max':>8} {'p99/p50':>8}  stages")
@@ -143,7 +177,7 @@ def play(way: str, traffic: Traffic, n_units: int) -> dict[str, Any]:
 
 def acts_of(sees: str) -> tuple[str, ...]:
     """With many slices only the two kinds whose time depends on them."""
-    return ("listen", "first", "speak", "end") if sees in ("audio", "1") else ("listen", "speak")
+    return ("listen", "first", "speak", "end") if sees in USUAL else ("listen", "speak")
 
 
 def figures(units: list[Timed]) -> dict[str, Any]:
@@ -180,7 +214,9 @@ def decode_steps(model: MiniCpmO45) -> dict[str, float]:
         call.begin()["starts"][:] = position
         call.run()
         pairs = []
-        for _ in range(DECODE_REPEATS):
+        for index in range(DECODE_REPEATS):
+            if index % 16 == 0:
+                torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call.again()

@@ -23,20 +23,21 @@ def replays_equal(model: MiniCpmO45, n_replays: int) -> dict[str, Any]:
     goes on from the last one's state (the speech head's steps, the voice).
 
     Returns:
-        Per stage: buckets, replays, and how many of them differed in any bit.
+        Per stage and bucket: replays, and how many of them differed in any bit. The larger one of
+        two buckets is replayed a tenth as often.
     """
-    found = {}
+    found: dict[str, Any] = {}
     if model.token2wav is not None:
         model.token2wav.start_turn([0], model.default_voice)
     for stage in model.compiler.stages.values():
         calls = [stage.at(bucket) for bucket in ends_of(stage)]
         captured = [call for call in calls if call.graph is not None]
-        n_different = sum(differing(model, call, n_replays) for call in captured)
-        found[stage.name] = {
-            "buckets": [str(call.bucket) for call in captured],
-            "replays": n_replays * len(captured),
-            "different": n_different,
-        }
+        found[stage.name] = {}
+        for call, n in zip(reversed(captured), (n_replays, n_replays // 10), strict=False):
+            found[stage.name][str(call.bucket)] = {
+                "replays": n,
+                "different": differing(model, call, n),
+            }
     return found
 
 
@@ -76,10 +77,9 @@ def written(model: MiniCpmO45, stage: str) -> Iterator[Tensor]:
     elif stage.startswith("voice"):
         assert model.token2wav is not None
         flow, vocoder = model.token2wav.cache, model.token2wav.vocoder
-        yield from (*flow.encoder.keys, *flow.encoder.values, flow.encoder.ahead, flow.encoder.up)
-        for kind in (flow.dit.keys, flow.dit.values, flow.dit.first, flow.dit.second):
-            yield from (block for blocks in kind for block in blocks)
-        yield from (flow.seen, vocoder.mel, vocoder.received, *vocoder._streams().values())
+        yield from (*flow.dit.stacks, *flow.encoder.keys, *flow.encoder.values)
+        yield from (flow.encoder.ahead, flow.encoder.up, flow.seen)
+        yield from (vocoder.mel, vocoder.received, *vocoder._streams().values())
 
 
 def same(ours: Any, theirs: Any) -> bool:

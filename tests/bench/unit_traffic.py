@@ -99,7 +99,7 @@ class Traffic:
     def play(self, kind: Kind) -> Timed:
         """Run one unit; the time is from its being handed in to its result."""
         ids = self.model.tokenizer.ids
-        words = self.random.integers(0, 1000, N_WORDS).tolist()
+        words = self.random.integers(0, 100, N_WORDS).tolist()
         script = {
             "listen": [ids.listen],
             "first": [ids.speak, *words, ids.chunk_eos],

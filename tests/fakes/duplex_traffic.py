@@ -125,8 +125,11 @@ class Exact(Side):
     def __init__(self, model: MiniCpmO45, other: Side) -> None:
         super().__init__(model)
         self.other = other
-        self.n_draws = 0
-        self.n_moved = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Count anew."""
+        self.n_draws = self.n_moved = 0
         self.sizes: dict[str, set[int]] = {}
         """Of the batches, by kind."""
 
@@ -342,7 +345,9 @@ class Traffic:
 
     def _unit(self, slot: int) -> tuple[Task, Task]:
         choose = self.random.choice
-        frames = tuple(self._picture(*choose(SIZES)) for _ in range(choose((0, 0, 0, 1, 1, 2, 3))))
+        frames = tuple(
+            self._picture(*choose(SIZES)) for _ in range(choose((0, 0, 0, 0, 1, 1, 2, 3)))
+        )
         is_muted = bool(frames) and self.random.random() < 0.1
         unit = Unit(
             index=0,
@@ -350,7 +355,7 @@ class Traffic:
             frames=frames,
             force_listen=self.random.random() < 0.1,
             max_slice_nums=choose((None, None, 1, 2, 3, 6, 9)),
-            deadline=choose((0.5, 1.0, 1.0, 1.5)),
+            deadline=choose((0.5, 1.0, 1.0, 1.0)),
         )
         self.seen["units"] += 1
         return self._each(lambda side: side.spawn(slot, side.model.unit(side.states[slot], unit)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, _dynamo
+from torch._inductor.utils import clear_caches
 
 from worker.compile.graphs import Bucket, Call, Capture, CudaCapture, Inputs, Layout, Outputs, Stage
 from worker.compile.regions import (
@@ -164,6 +165,8 @@ class Compiler:
         for region in self.regions:
             restore_region(region)
         _dynamo.reset()
+        # They remember files of a cache that may be in another place when compiling goes on.
+        clear_caches()
 
     def seal(self) -> None:
         """The start is over: nothing is compiled from now on, and every attempt is counted."""

@@ -191,6 +191,9 @@ def prepare_thread(device: torch.device) -> None:
     _dynamo.config.recompile_limit = GRAPHS_PER_FUNCTION
     _dynamo.config.accumulated_recompile_limit = 16 * GRAPHS_PER_FUNCTION
     _dynamo.config.fail_on_recompile_limit_hit = True
+    # Numbers such as an epsilon are constants. Taken for variables at first, most dynamic regions
+    # would be traced twice, and tracing is the longest part of a warm start.
+    _dynamo.config.specialize_float = True
     # What one process saw must not change what the next one compiles.
     _dynamo.config.automatic_dynamic_shapes = False
 

@@ -24,8 +24,6 @@ from torch.nn import functional
 Grid = tuple[int, int]
 """Patch rows and patch columns of a slice; patches lie row by row."""
 
-EmbedCall = Callable[[Tensor, "Grids", Tensor], tuple[Tensor, Tensor]]
-"""Signature of `VisionEncoder.begin`."""
 LayerCall = Callable[[Tensor, Tensor], Tensor]
 """Signature of `VisionLayer.padded`."""
 
@@ -224,9 +222,8 @@ class VisionEncoder(nn.Module):
         layers = [VisionLayer(config) for _ in range(config.n_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(config.width, config.norm_eps)
-        self.embed_calls: list[EmbedCall] = [self.begin]
         self.layer_calls: list[LayerCall] = [layer.padded for layer in layers]
-        """The call sites of `padded`; compiled regions take their places."""
+        """The call site of each layer in `padded`; compiled regions take their places."""
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Return states `[B, N, D]` of normalised patches `[B, N, 3 * p * p]`.
@@ -266,8 +263,7 @@ class VisionEncoder(nn.Module):
             pixels: uint8 `[B, N, 3 * p * p]`, as in `cut_patches`.
             ids: rows of the table of positions, integers `[B, N]` (`padded_position_ids`).
         """
-        (embed,) = self.embed_calls
-        x, shade = embed(pixels, grids, ids)
+        x, shade = self.begin(pixels, grids, ids)
         for layer in self.layer_calls:
             x = layer(x, shade)
         normed: Tensor = self.norm(x)

@@ -53,7 +53,8 @@ def language(model, plan=None, n_slots=N_SLOTS):
     compiler = Compiler(plan, capture=FakeCapture())
     made = Language(llm, model.tokenizer, Compat(), n_slots, N_POSITIONS, compiler)
     if plan is not None:
-        compiler.prepare(made.device)
+        if plan.modules:
+            compiler.prepare(made.device)
         compiler.compile(quiet)
         compiler.capture(quiet)
     for slot in range(n_slots):

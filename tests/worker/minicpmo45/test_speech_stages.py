@@ -45,6 +45,8 @@ class Staged:
         self.cache = poisoned(n_slots, n_tokens)
         self.compiler = Compiler(plan, FakeCapture())
         self.stages = SpeechStages(self.head, self.cache, self.compiler, n_slots)
+        if plan.modules:
+            self.compiler.prepare(torch.device("cpu"))
         self.note = self.compiler.compile(lambda share, note: None)
         if captures:
             self.compiler.capture(lambda share, note: None)

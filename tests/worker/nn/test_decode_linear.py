@@ -397,7 +397,9 @@ def test_a_captured_step_with_overlap_gives_the_same_bits_a_thousand_times(overl
     with patch.object(decoder, "can_overlap", lambda device: overlaps):
         graph, result = captured_step(model, x, 500)
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for index in range(1000):  # without a wait of the host, one right behind the other
+    for index in range(1000):  # as many without a wait of the host as a unit's speech takes
+        if index % 32 == 0:
+            torch.cuda.synchronize()
         x.copy_(rows[index % 8][None])
         result.fill_(torch.nan)
         graph.replay()

@@ -17,7 +17,7 @@ from torch import Tensor
 from worker.compile.buckets import batch_sizes, fit
 from worker.compile.compiler import Compiler
 from worker.compile.graphs import Input, Inputs, Layout, Outputs, fill
-from worker.compile.regions import Dim, Region
+from worker.compile.regions import Dim, Region, fix_sizes
 from worker.nn.code_sampling import CodeRows, fill_code_rows, longest_list
 from worker.nn.decoder import KvCache
 from worker.nn.speech import SpeechHead, SpeechRequest
@@ -94,6 +94,7 @@ class SpeechStages:
         planned = {0, longest_list([head.config.text_sampling()], head.config.n_codes)}
         self._list_lengths = sorted({*planned, head.config.n_codes})
         self._runs: dict[tuple[int, int], Run] = {}
+        fix_sizes((*cache.keys, *cache.values))
         for region in self._regions():
             compiler.region(region)
         device = head.emb_code.weight.device

@@ -84,13 +84,17 @@ class VoiceStages:
         yield Region("vocoder", "vocoder", hift.stream_calls, positions)
 
     def _buckets(self) -> Iterator[VoiceBucket]:
-        """What `CodeBuffer.take` gives; a turn's end has at least the look-ahead."""
+        """What `CodeBuffer.take` gives in full duplex.
+
+        A turn ends with the look-ahead and what is too little for a chunk of its own. (The other
+        modes wait for whole seconds, so their turns end with anything up to that, uncaptured.)
+        """
         # One row is compiled apart: any other number comes first, and stands for all of them.
         for n_rows in (*self._sizes[1:], 1):
             yield STEADY_CODES, False, n_rows
         for n_codes in reversed(range(LOOK_AHEAD + MIN_CHUNK_CODES, STEADY_CODES)):
             yield n_codes, False, 1
-        for n_codes in reversed(range(LOOK_AHEAD, STEADY_CODES)):
+        for n_codes in reversed(range(LOOK_AHEAD, LOOK_AHEAD + MIN_CHUNK_CODES)):
             yield n_codes, True, 1
 
     # ---- what runs on the device

@@ -16,6 +16,9 @@ keeps the order of its stream by three rules:
   loading of the weights included.
 * Everything else, all writes above all, comes behind the wait. So memory that the allocator hands
   out again has no reader left when it is written, as without overlap.
+
+A captured graph of such kernels that was replayed some hundred times without any wait of the host
+crashed the driver (580.159, CUDA 13.0, torch 2.11); a unit waits after 30 replays at most.
 """
 
 import functools
