@@ -97,7 +97,7 @@ def test_the_first_time_builds_and_verifies_in_a_second_start(program):
     assert (result["graphs"], result["files"]) == (5, 1)
     assert result["stages"]["verify"]["load_model"] == 9.0
     assert [start["compile"]["on_cold"] for start in program.starts] == ["compile", "eager"]
-    manifest = Master(program.cache, result["fingerprint"]).check(verify=True)
+    manifest = Master(program.cache, result["fingerprint"]).check()
     assert manifest.verify["warm_s"] == 3.5
     assert (manifest.verify["graphs"], manifest.verify["fx_misses"]) == (5, 0)
 

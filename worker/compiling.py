@@ -309,14 +309,12 @@ class Compiling:
         try:
             if not self._cache.repair():
                 return False
-            self._found = self._cache.status
-            if not self._found.is_warm and self._parts and self._parts.on_cold == "eager":
-                return False
-            self._take_turn(progress)
         except CompileCacheError as problem:
             log.error("compile cache cannot be repaired: %s", problem)
             return False
-        return True
+        self._found = self._cache.status
+        # If that is damaged by now, too, a start that has loaded nothing of it will replace it.
+        return self._found.is_warm or (self._parts is not None and self._parts.on_cold == "compile")
 
     def _publish(self, stage_seconds: Mapping[str, float]) -> None:
         if not self._is_maker:
@@ -329,9 +327,6 @@ class Compiling:
             "compiled": self._compiler.report.counts(),
         }
         try:
-            if self._found is not None and self._found.state is cache.CacheState.DAMAGED:
-                # Its number and size of files may be right; only its content was not.
-                self._cache.master.discard()
             self._cache.publish(info)
             self._n_shared_files, self._n_new_files = self._n_new_files, 0
         except CompileCacheError as error:

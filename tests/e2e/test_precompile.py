@@ -118,7 +118,7 @@ def cache(built: Built, tmp_path: Path) -> Path:
 @pytest.mark.weights
 @pytest.mark.parametrize("backend", ["tiny", "cascade"])
 def test_a_second_process_compiles_nothing_and_writes_no_file(built: Built, backend: str) -> None:
-    manifest = built.master(backend).check(verify=True)
+    manifest = built.master(backend).check()
 
     assert manifest.verify is not None
     figures = {name: manifest.verify[name] for name in ("graphs", "fx_hits", "fx_misses")}
@@ -175,7 +175,7 @@ def test_a_warm_service_serves_two_at_once_with_nothing_compiled_again(
     for heard in asyncio.run(both()):
         assert len(heard.replies) >= 6
     assert is_served_from_the_cache(service, "tiny")
-    built.master("tiny").check(verify=True)
+    built.master("tiny").check()
 
 
 @pytest.mark.weights
@@ -265,5 +265,5 @@ def test_kernels_that_cannot_be_loaded_are_made_anew_and_shared(
 
     assert (report.state, report.degraded) == ("damaged", False)
     assert report.recompiles_after_idle == 0
-    Master(cache, built.master("tiny").fingerprint).check(verify=True)
+    Master(cache, built.master("tiny").fingerprint).check()
     assert all(any(kernel.read_bytes()) for kernel in kernels(cache))

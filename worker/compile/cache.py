@@ -108,11 +108,11 @@ class CompileCache:
         self._before: dict[str, tuple[int, int]] = {}
         self._environment: dict[str, str | None] = {}
 
-    def examine(self, verify: bool = False) -> CacheStatus:
+    def examine(self) -> CacheStatus:
         """Look whether there is a cache that fits; changes nothing.
 
-        Args:
-            verify: read every file. Else only number and size are compared.
+        Every file is read, which takes little beside the compiler's imports: once damaged code has
+        been loaded it is too late to make a whole cache in this process.
 
         Raises:
             CompileCacheError: others could have put something into the root.
@@ -121,8 +121,7 @@ class CompileCache:
         master.ensure_trusted()
         if master.exists():
             try:
-                # After a repair number and size have proved to say too little.
-                manifest = master.check(verify or self._is_repaired)
+                manifest = master.check()
             except DamagedCache as error:
                 return self._found(CacheState.DAMAGED, f"the cache is not whole: {error}")
             return self._found(CacheState.WARM, "the cache fits", manifest=manifest)
@@ -133,7 +132,7 @@ class CompileCache:
         reason = f"the nearest cache, {nearest.fingerprint}, was made from something else: "
         return self._found(CacheState.STALE, reason + "; ".join(map(str, stale)), stale=stale)
 
-    def open(self, verify: bool = False) -> CacheStatus:
+    def open(self) -> CacheStatus:
         """Make a private copy of what fits, or an empty one, and point the compiler there.
 
         To be called before the compiler runs for the first time; again after a wait for `lock`.
@@ -146,7 +145,7 @@ class CompileCache:
                 there is no room or no place for the copy.
         """
         self._remove_copy()
-        status = self.examine(verify)
+        status = self.examine()
         files.make_private(self._parent)
         self._remove_leftovers()
         n_bytes = status.manifest.files.bytes if status.manifest else 0
@@ -194,6 +193,9 @@ class CompileCache:
     def repair(self) -> bool:
         """Take another copy in another place, after what was read from this one was no use.
 
+        What is compiled from then on is not fit to be published: what this process has in memory
+        already, it does not write again.
+
         Returns:
             True: try once more, after `torch._dynamo.reset()`; `status` says from what. False: it
             was repaired before, and that did not help.
@@ -203,7 +205,7 @@ class CompileCache:
         """
         if self._is_repaired:
             return False
-        self._is_repaired = True  # from now on content is compared
+        self._is_repaired = True
         log.warning("compile cache is copied anew fingerprint=%s", self.key.fingerprint)
         self.open()
         return True

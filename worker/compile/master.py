@@ -75,11 +75,8 @@ class Master:
             raise DamagedCache(f"{path} is of {found.fingerprint}")
         return found
 
-    def check(self, verify: bool = False) -> Manifest:
-        """Return the manifest of a directory that is whole.
-
-        Args:
-            verify: read every file. Else only number and size are compared.
+    def check(self) -> Manifest:
+        """Return the manifest of a directory that is whole; reads every file.
 
         Raises:
             DamagedCache: something is missing, or not as it was made.
@@ -93,7 +90,7 @@ class Master:
                     f"{self.directory} holds {n_files} files with {n_bytes} bytes, "
                     f"{expected.count} with {expected.bytes} were made"
                 )
-            if verify and files.measure(self.directory).tree_sha != expected.tree_sha:
+            if files.measure(self.directory).tree_sha != expected.tree_sha:
                 raise DamagedCache(f"a file in {self.directory} has another content than was made")
         except OSError as error:
             raise DamagedCache(f"{self.directory} cannot be read: {error.strerror}") from error
@@ -154,7 +151,7 @@ class Master:
         assert self._is_locked, "whoever publishes holds the lock"
         self._remove_leftovers()
         with contextlib.suppress(DamagedCache):
-            return self.check(verify=True)
+            return self.check()
         build = self._beside("build")
         try:
             files.remove([build])

@@ -213,12 +213,18 @@ def test_a_damaged_cache_is_not_used_and_is_replaced(make, master, damage):
     assert make().open().state is CacheState.WARM
 
 
-def test_content_is_compared_only_if_asked_for(make, master):
+def test_content_is_compared_before_any_of_it_is_used(make, master):
+    """Number and size are right. A process that has loaded damaged code can make no whole cache."""
     kernel = master / "triton/KERNEL/kernel.cubin"
     kernel.write_bytes(bytes(len(kernel.read_bytes())))
+    cache = make()
 
-    assert make().examine().state is CacheState.WARM
-    assert make().examine(verify=True).state is CacheState.DAMAGED
+    assert cache.open().state is CacheState.DAMAGED
+    assert held_by(cache.copy) == {}
+    with cache.lock():
+        compile_something(cache)
+        cache.publish({})
+    assert held_by(master) == CONTENT
 
 
 def test_kernels_that_name_their_parts_by_path_are_found_in_every_copy(make):
@@ -326,21 +332,14 @@ def test_a_damaged_copy_is_taken_again_once_and_elsewhere(make, master):
 
 
 def test_a_repair_from_a_damaged_master_starts_with_nothing(make, master):
-    """Number and size were right, or it would not have been used."""
-    kernel = master / "triton/KERNEL/kernel.cubin"
-    kernel.write_bytes(bytes(len(kernel.read_bytes())))
     cache = make()
     assert cache.open().state is CacheState.WARM
+    (master / "triton/KERNEL/kernel.cubin").write_bytes(b"damaged")
 
     assert cache.repair()
+
     assert cache.status.state is CacheState.DAMAGED
     assert held_by(cache.copy) == {}
-
-    with cache.lock():
-        assert cache.examine().state is CacheState.DAMAGED
-        compile_something(cache)
-        cache.publish({})
-    assert held_by(master) == CONTENT
 
 
 def test_a_master_that_goes_away_while_it_is_copied_counts_as_damaged(make, master, monkeypatch):
@@ -634,7 +633,7 @@ def test_figures_of_a_second_start_are_written_into_the_manifest(make, master):
     with cache.lock():
         cache.master.record({"warm_s": 3.5})
 
-    status = cache.open(verify=True)
+    status = cache.open()
     assert status.state is CacheState.WARM
     assert status.manifest.verify == {"warm_s": 3.5}
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._inductor.codecache import CppCodeCache
 
 from tests.fakes.graphs import FakeCapture
 from worker.compile.compiler import Compiler
@@ -322,6 +323,16 @@ def test_the_number_of_compile_processes_may_be_set_after_the_import(monkeypatch
 
 
 # Back from a start that went wrong, and on from one that went well.
+
+
+def test_undo_makes_the_compiler_forget_where_its_files_were():
+    """Compiling again after a repair failed at files of a copy that was gone by then."""
+    compiler = started(Model())
+    CppCodeCache.cache["kernel"] = lambda: None
+
+    compiler.undo()
+
+    assert "kernel" not in CppCodeCache.cache
 
 
 @torch.inference_mode()
