@@ -43,6 +43,7 @@ from shared.errors import CompileCacheError, ConfigError
 from shared.protocol import CompileStatus, WorkerHealth
 from worker.compile.manifest import DamagedCache
 from worker.compile.master import Master, cache_root
+from worker.compiling import ON_COLD_EAGER
 
 ROOT = Path(__file__).resolve().parent
 RUN_DIR = ROOT / ".run"
@@ -184,7 +185,9 @@ def fault_of(run: Run, n_graphs: int, may_add: bool = False) -> str:
     status = run.status
     if not run.is_warm:
         changed = [f"{f.name} is {f.here!r}, was {f.there!r}" for f in status.stale_fields]
-        return "; ".join(filter(None, [f"it is {status.state}", *changed, status.reason]))
+        # That it may not make one is our own doing here.
+        reason = "" if changed else status.reason.removesuffix(ON_COLD_EAGER)
+        return "; ".join(filter(None, [f"it is {status.state}", *changed, reason]))
     found = [
         (not status.graphs, "nothing is compiled"),
         (status.degraded, f"the worker is degraded ({status.reason})"),
@@ -319,6 +322,9 @@ def main(
             print("note: without GPU, workers use this if you set service.compile to true")
         starter = Starter(config, worker_environment(plan), command_of, run_dir)
         root = cache_root(config.compile.cache_dir, os.environ)
+        if not arguments.verify_only:
+            # Known now, not after minutes of compiling.
+            Master(root, "").ensure_writable()
         result = precompile(starter, root, arguments.force, arguments.verify_only)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -300,3 +300,18 @@ def test_without_gpu_a_switch_that_is_still_missing_is_named(program):
     program.write_config(service={"compile": True})
     program.run()
     assert "set service.compile to true" not in program.out
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_compiled(
+    tmp_path, capsys
+) -> None:
+    (tmp_path / "file").write_text("")
+    config = tmp_path / "config.json"
+    settings = {"compile": {"cache_dir": str(tmp_path / "file" / "below")}}
+    config.write_text(json.dumps(settings))
+
+    def never(*_: object) -> list[str]:
+        raise AssertionError("a worker was started")
+
+    assert precompile.main(["--config", str(config)], never, tmp_path) == 1
+    assert "below cannot be used" in capsys.readouterr().err

@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 Apply = Callable[[Progress], Any]
 """A back end's `apply_torch_compile`."""
 
+ON_COLD_EAGER = ", and compile.on_cold is eager"
+"""End of the reason why a worker without a cache that fits does not make one."""
+
 COMPILE_ERRORS = (RuntimeError, OSError, ValueError, LookupError, ImportError, SyntaxError)
 """What compilers raise: their own errors are all RuntimeErrors; damaged files of theirs, read as
 libraries, sources or JSON, raise the others."""
@@ -121,9 +124,7 @@ class Compiling:
             self._found = parts.cache.open()
         else:
             log.info("compile cache %s", _told(self._found))
-            self._stay_eager(
-                f"the compile cache is {self._found.state} and compile.on_cold is eager"
-            )
+            self._stay_eager(f"{self._found.reason}{ON_COLD_EAGER}")
         return parts.compiler
 
     def compile(self, apply: Apply, progress: Progress) -> None:

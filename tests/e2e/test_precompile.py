@@ -12,7 +12,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from tests.e2e.conftest import ROOT, RunningService, started
 from worker.compile.master import Master
 
 pytestmark = [
+    pytest.mark.weights,
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++"),
@@ -60,7 +63,6 @@ def settings(backend: str, cache: Path, **compiling: Any) -> dict[str, Any]:
 class Precompiled:
     """What a `precompile.py` said."""
 
-    status: int
     output: str
 
     @property
@@ -85,37 +87,38 @@ class Built:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Two for the tiny model and one for the cascade, all at the same time."""
     folder = tmp_path_factory.mktemp("precompiled")
-    running = []
-    for index, backend in enumerate(("tiny", "tiny", "cascade")):
-        run_dir = folder / f"run{index}"
+    backends = ("tiny", "tiny", "cascade")
+    commands = []
+    for index, backend in enumerate(backends):
         config = folder / f"{backend}.json"
         config.write_text(json.dumps(settings(backend, folder / backend)), encoding="utf-8")
-        command = [sys.executable, "-c", PRECOMPILE, str(run_dir), "--config", str(config)]
-        running.append((backend, _begun(command)))
+        run_dir = str(folder / f"run{index}")
+        commands.append([sys.executable, "-c", PRECOMPILE, run_dir, "--config", str(config)])
     said: dict[str, list[Precompiled]] = {"tiny": [], "cascade": []}
-    for backend, process in running:
-        output, _ = process.communicate(timeout=500)
-        said[backend].append(Precompiled(process.returncode, output))
-    for one in (*said["tiny"], *said["cascade"]):
-        assert one.status == 0, one.output
+    for backend, output in zip(backends, outputs(commands), strict=True):
+        said[backend].append(Precompiled(output))
     return Built(folder, said)
 
 
-def _begun(command: list[str]) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
-
-
-@pytest.fixture
-def cache(built: Built, tmp_path: Path) -> Path:
-    """A copy of the tiny model's cache, to be damaged."""
-    return Path(shutil.copytree(built.folder / "tiny", tmp_path / "cache"))
+def outputs(commands: Sequence[list[str]]) -> list[str]:
+    """Run commands at the same time; return what each of them printed, in their order."""
+    with ExitStack() as stack:
+        running = []
+        for command in commands:
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+            stack.enter_context(process)
+            stack.callback(process.terminate)
+            running.append(process)
+        printed = [process.communicate()[0] for process in running]
+        for process, text in zip(running, printed, strict=True):
+            assert process.returncode == 0, text
+    return printed
 
 
 # ---- precompile.py
 
 
-@pytest.mark.weights
 @pytest.mark.parametrize("backend", ["tiny", "cascade"])
 def test_a_second_process_compiles_nothing_and_writes_no_file(built: Built, backend: str) -> None:
     manifest = built.master(backend).check()
@@ -127,7 +130,6 @@ def test_a_second_process_compiles_nothing_and_writes_no_file(built: Built, back
     assert (manifest.verify["new_files"], manifest.verify["recompiles"]) == (0, 0)
 
 
-@pytest.mark.weights
 def test_of_two_at_once_one_builds_and_the_other_one_waits(built: Built) -> None:
     maker, other = sorted(built.said["tiny"], key=lambda one: not one.result["built"])
 
@@ -140,12 +142,20 @@ def test_of_two_at_once_one_builds_and_the_other_one_waits(built: Built) -> None
 # ---- a service on a cache
 
 
-@pytest.fixture
-def service(
-    built: Built, request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[RunningService]:
-    with started(tmp_path, settings(request.param, built.folder / request.param)) as running:
-        yield running
+@pytest.fixture(scope="module")
+def services(
+    built: Built, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, RunningService]]:
+    """Both back ends, started at the same time."""
+
+    def begin(backend: str) -> RunningService:
+        config = settings(backend, built.folder / backend)
+        return stack.enter_context(started(tmp_path_factory.mktemp(backend), config))
+
+    with ExitStack() as stack:
+        with ThreadPoolExecutor() as pool:
+            running = list(pool.map(begin, SETTINGS))
+        yield dict(zip(SETTINGS, running, strict=True))
 
 
 def is_served_from_the_cache(service: RunningService, backend: str) -> bool:
@@ -163,11 +173,11 @@ def is_served_from_the_cache(service: RunningService, backend: str) -> bool:
     return bool(worker["stage_runs"])
 
 
-@pytest.mark.weights
-@pytest.mark.parametrize("service", ["tiny"], indirect=True)
 def test_a_warm_service_serves_two_at_once_with_nothing_compiled_again(
-    service: RunningService, built: Built
+    services: dict[str, RunningService], built: Built
 ) -> None:
+    service = services["tiny"]
+
     async def both() -> list[Heard]:
         tracks = (Track.silence(6.0).say("long_story.wav", 0.4) for _ in range(2))
         return await asyncio.gather(*(converse(service.ws_url, track) for track in tracks))
@@ -178,11 +188,10 @@ def test_a_warm_service_serves_two_at_once_with_nothing_compiled_again(
     built.master("tiny").check()
 
 
-@pytest.mark.weights
-@pytest.mark.parametrize("service", ["cascade"], indirect=True)
 def test_a_warm_cascade_answers_a_question_with_nothing_compiled_again(
-    service: RunningService, tmp_path: Path
+    services: dict[str, RunningService], tmp_path: Path
 ) -> None:
+    service = services["cascade"]
     command = [sys.executable, "-m", "client.talk", str(QUESTION)]
     command += ["--url", service.ws_url, "--out", str(tmp_path / "answer.wav")]
 
@@ -198,40 +207,11 @@ def test_a_warm_cascade_answers_a_question_with_nothing_compiled_again(
 
 @dataclass(frozen=True)
 class Start:
-    """A worker's start: what it reported at its end, and its log."""
+    """A worker's start: the shared cache that it left, what it reported at its end, and its log."""
 
+    cache: Path
     report: CompileStatus
     log: str
-
-
-def start(folder: Path, config: dict[str, Any]) -> Start:
-    """Have a worker start, play its rehearsal and end."""
-    config_file, report = folder / "worker.json", folder / "report.json"
-    config_file.write_text(json.dumps(config), encoding="utf-8")
-    command = [sys.executable, "-m", "worker", "--config", str(config_file), "--port", "0"]
-    command += ["--start-only", str(report)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return Start(msgspec.json.decode(report.read_bytes(), type=CompileStatus), done.stderr)
-
-
-@pytest.mark.weights
-def test_a_stale_cache_is_told_with_its_field_before_the_weights_are_read(
-    cache: Path, tmp_path: Path
-) -> None:
-    config = settings("tiny", cache, on_cold="eager")
-    begun = start(tmp_path, config | {"service": TINY["service"] | {"sessions_per_worker": 3}})
-
-    report = begun.report
-    assert (report.state, report.degraded) == ("stale", True)
-    fields = [(one.name, one.here, one.there) for one in report.stale_fields]
-    assert fields == [("shape_plan.n_slots", 3, 2)]
-    lines = begun.log.splitlines()
-    told = next(n for n, line in enumerate(lines) if "shape_plan.n_slots" in line)
-    read = next(n for n, line in enumerate(lines) if "stage done name=load_model" in line)
-    assert "state=stale" in lines[told]
-    assert told < read
-    assert report.graphs == 0
 
 
 def kernels(cache: Path) -> list[Path]:
@@ -241,29 +221,77 @@ def kernels(cache: Path) -> list[Path]:
     return found
 
 
-@pytest.mark.weights
-def test_a_cache_that_lost_a_file_is_damaged_and_a_worker_may_do_without(
-    cache: Path, tmp_path: Path
-) -> None:
-    kernels(cache)[0].unlink()
+@pytest.fixture(scope="module")
+def starts(built: Built, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
+    """Workers of the tiny model that start on caches of no use, all at the same time.
 
-    report = start(tmp_path, settings("tiny", cache, on_cold="eager")).report
+    `stale` has a slot more than the cache was made for; `incomplete` lost a kernel; the kernels of
+    `unloadable` have the right size.
+    """
+    caches = {
+        name: Path(shutil.copytree(built.folder / "tiny", tmp_path_factory.mktemp(name) / "cache"))
+        for name in ("stale", "incomplete", "unloadable")
+    }
+    kernels(caches["incomplete"])[0].unlink()
+    for kernel in kernels(caches["unloadable"]):
+        kernel.write_bytes(bytes(kernel.stat().st_size))
+    configs = {
+        "stale": settings("tiny", caches["stale"], on_cold="eager")
+        | {"service": TINY["service"] | {"sessions_per_worker": 3}},
+        "incomplete": settings("tiny", caches["incomplete"], on_cold="eager"),
+        "unloadable": settings("tiny", caches["unloadable"]),
+    }
+    logs = outputs([start_only(caches[name].parent, configs[name]) for name in configs])
+    made = {}
+    for name, log in zip(configs, logs, strict=True):
+        report = (caches[name].parent / "report.json").read_bytes()
+        made[name] = Start(caches[name], msgspec.json.decode(report, type=CompileStatus), log)
+    return made
+
+
+def start_only(folder: Path, config: dict[str, Any]) -> list[str]:
+    """The command of a worker that starts, plays its rehearsal and ends."""
+    config_file = folder / "worker.json"
+    config_file.write_text(json.dumps(config), encoding="utf-8")
+    command = [sys.executable, "-m", "worker", "--config", str(config_file), "--port", "0"]
+    return [*command, "--start-only", str(folder / "report.json")]
+
+
+def test_a_stale_cache_is_told_with_its_field_before_the_weights_are_read(
+    starts: dict[str, Start],
+) -> None:
+    report = starts["stale"].report
+
+    assert (report.state, report.degraded, report.graphs) == ("stale", True, 0)
+    fields = [(one.name, one.here, one.there) for one in report.stale_fields]
+    assert fields == [("shape_plan.n_slots", 3, 2)]
+    lines = starts["stale"].log.splitlines()
+    told = next(n for n, line in enumerate(lines) if "shape_plan.n_slots" in line)
+    read = next(n for n, line in enumerate(lines) if "stage done name=load_model" in line)
+    assert "state=stale" in lines[told]
+    assert told < read
+
+
+def test_a_cache_that_lost_a_file_is_damaged_and_a_worker_may_do_without(
+    starts: dict[str, Start],
+) -> None:
+    report = starts["incomplete"].report
 
     assert (report.state, report.degraded, report.graphs) == ("damaged", True, 0)
     assert report.stale_fields == []
+    assert "is not whole" in starts["incomplete"].log
 
 
-@pytest.mark.weights
 def test_kernels_that_cannot_be_loaded_are_made_anew_and_shared(
-    built: Built, cache: Path, tmp_path: Path
+    starts: dict[str, Start], built: Built
 ) -> None:
-    """Number and size of the files are right, so the damage shows when the compiler loads them."""
-    for kernel in kernels(cache):
-        kernel.write_bytes(bytes(kernel.stat().st_size))
+    """The new cache has all that the old one had: a part that is missing would be made by every
+    later start."""
+    report, cache = starts["unloadable"].report, starts["unloadable"].cache
 
-    report = start(tmp_path, settings("tiny", cache)).report
-
-    assert (report.state, report.degraded) == ("damaged", False)
-    assert report.recompiles_after_idle == 0
-    Master(cache, built.master("tiny").fingerprint).check()
+    assert (report.state, report.degraded, report.graphs) == ("damaged", False, N_GRAPHS["tiny"])
+    assert (report.fx_misses, report.recompiles_after_idle) == (N_GRAPHS["tiny"], 0)
+    master = built.master("tiny")
+    remade = Master(cache, master.fingerprint).check()
+    assert remade.files.count == master.check().files.count
     assert all(any(kernel.read_bytes()) for kernel in kernels(cache))

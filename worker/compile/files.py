@@ -118,12 +118,12 @@ def ensure_trusted(directory: Path, remedy: str) -> None:
         remedy: the end of the message: what to do about it.
 
     Raises:
-        CompileCacheError: it belongs to another user, or everybody may write to it.
+        CompileCacheError: it is none, belongs to another user, or everybody may write to it.
     """
     facts = directory.lstat()
     if not stat.S_ISDIR(facts.st_mode):
-        problem = "is no directory"
-    elif facts.st_uid not in (ROOT_UID, os.geteuid()):
+        raise CompileCacheError(f"{directory} is no directory")
+    if facts.st_uid not in (ROOT_UID, os.geteuid()):
         problem = f"belongs to another user (id {facts.st_uid})"
     elif facts.st_mode & stat.S_IWOTH:
         problem = f"may be written to by everybody (mode {stat.S_IMODE(facts.st_mode):o})"

@@ -145,9 +145,7 @@ class Master:
         Raises:
             CompileCacheError: the root cannot be written to, or is full; it is as before then.
         """
-        problem = self._write_problem()
-        if problem is not None:
-            raise files.unusable(self.root, problem, _REMEDY)
+        self.ensure_writable()
         assert self._is_locked, "whoever publishes holds the lock"
         self._remove_leftovers()
         with contextlib.suppress(DamagedCache):
@@ -228,6 +226,12 @@ class Master:
         except OSError as error:
             raise files.unusable(self.root, error, _REMEDY) from error
         return True
+
+    def ensure_writable(self) -> None:
+        """See that a cache can be shared here. Raises CompileCacheError."""
+        problem = self._write_problem()
+        if problem is not None:
+            raise files.unusable(self.root, problem, _REMEDY)
 
     def _write_problem(self) -> OSError | None:
         try:
