@@ -28,7 +28,7 @@ from worker.models.minicpmo45.build import build
 from worker.models.minicpmo45.model import MiniCpmO45
 
 N_SLOTS = 2
-N_ROUNDS = 40
+N_ROUNDS = 28
 N_SPEECH_POSITIONS = 160
 """Of the speech head: a turn of five units has to move in it."""
 SMALL_WINDOW = DuplexConfig(basic_window_high_tokens=700, basic_window_low_tokens=450)
@@ -93,7 +93,7 @@ def both(request: pytest.FixtureRequest) -> Iterator[Both]:
 
 
 # In each of these rows of both slots meet in every kind of batch, and a long turn moves.
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [2, 4])
 @pytest.mark.timeout(300)
 def test_random_traffic_is_served_by_replays_alone_and_as_by_the_exact_model(
     both: Both, seed: int
