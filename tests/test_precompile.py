@@ -152,6 +152,24 @@ def test_a_cache_that_the_second_start_does_not_find_whole_is_removed(program):
     assert program.caches == []
 
 
+def test_what_a_second_start_adds_has_to_be_found_by_a_third(program):
+    program.habits = [["adds"]]
+
+    assert program.run() == 0
+    assert "that one has added 1 files" in program.out
+    assert len(program.starts) == 3
+    assert program.result["files"] == 2
+
+
+def test_a_cache_to_which_every_start_adds_is_removed(program):
+    program.habits = [["keeps-adding"]]
+
+    assert program.run() == 1
+    assert "1 files were written" in program.err
+    assert len(program.starts) == 3
+    assert program.caches == []
+
+
 def test_what_was_made_but_not_shared_is_no_success(program):
     program.habits = [["unshared"]]
 

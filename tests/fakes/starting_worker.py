@@ -3,7 +3,8 @@
     python -m tests.fakes.starting_worker --config FILE --port N --start-only REPORT [HABIT ...]
 
 Habits: `misses` (a warm start compiles all the same), `empty` (there is nothing to compile),
-`unshared` (what is made is not published), `disabled`, `dies`, `hangs`, `silent` (no report),
+`unshared` (what is made is not published), `adds` (a warm start adds a file once, and shares it),
+`keeps-adding` (every one does), `disabled`, `dies`, `hangs`, `silent` (no report),
 `slow` (answers `/health` for a while).
 """
 
@@ -55,12 +56,18 @@ def start(section: dict, habits: set[str]) -> CompileStatus:
     key = Key({"modules": section["modules"], "mode": section["mode"]})
     private = Path(section["cache_dir"]).parent
     cache = CompileCache(Path(section["cache_dir"]), key, private)
-    found, n_graphs = cache.open(), 0 if "empty" in habits else 5
+    found, n_graphs, n_new = cache.open(), 0 if "empty" in habits else 5, 0
     with cache.lock():
         if not found.is_warm:
             found = cache.open()
         if found.is_warm:
             n_misses = 2 if "misses" in habits else 0
+            later = cache.copy / "inductor" / "later"
+            if "keeps-adding" in habits or ("adds" in habits and not later.exists()):
+                later.with_suffix(f".{os.getpid()}" if later.exists() else "").write_text("added")
+                n_new = len(cache.changes().new)
+                cache.master.discard()
+                cache.publish({})
         elif section["on_cold"] == "eager":
             n_misses = n_graphs = 0
         else:
@@ -68,7 +75,7 @@ def start(section: dict, habits: set[str]) -> CompileStatus:
             (cache.copy / "inductor" / "graph").write_text(str(time.time_ns()))
             if "unshared" not in habits:
                 cache.publish({})
-    n_new = len(cache.changes().new)
+    n_new = n_new or len(cache.changes().new)
     cache.close()
     return CompileStatus(
         state=found.state.value,

@@ -55,6 +55,10 @@ class Compiler:
         on_gpu = any(stage.device.type == "cuda" for stage in self.stages.values())
         return on_gpu or self._capture is not None
 
+    def uses_stages(self, device: torch.device) -> bool:
+        """Whether work goes through stages, in few shapes; else in exact ones, as a CPU prefers."""
+        return device.type == "cuda" or self.plan is not None
+
     def prepare(self, device: torch.device) -> None:
         """Set up the calling thread; before anything is compiled on it."""
         if self.plan is not None:

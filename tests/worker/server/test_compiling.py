@@ -41,7 +41,7 @@ class FakeReport:
 class FakeCompiler:
     """Writes what it compiles to the cache's copy, and counts what it is asked for."""
 
-    def __init__(self, plan=PLAN, fail_from=None, fail_capture=False):
+    def __init__(self, plan=PLAN, fail_from=None, fail_capture=False, builds_later=None):
         self.plan = plan
         self.report = FakeReport()
         self.stages = {"stage": FakeStage()}
@@ -50,6 +50,8 @@ class FakeCompiler:
         self.fail_from = fail_from
         """Content of a kernel that cannot be used."""
         self.fail_capture = fail_capture
+        self.builds_later = builds_later
+        """Path of a kernel that is only built when the other one comes from a cache."""
         self.added = []
 
     @property
@@ -64,6 +66,10 @@ class FakeCompiler:
         if kernel.exists():
             if kernel.read_bytes() == self.fail_from:
                 raise RuntimeError("BackendCompilerFailed: file too short\nand more")
+            if self.builds_later:
+                later = self.cache.copy / self.builds_later
+                if not later.exists():
+                    later.write_bytes(b"later")
             return
         if self.fail_from == b"any":
             raise ValueError("no compiler")
@@ -119,7 +125,17 @@ def root(tmp_path):
 class Start:
     """One worker's start: `await` its lifecycle through `ready`."""
 
-    def __init__(self, root, name="a", *, key="1", on_cold="compile", profile=None, **compiler):
+    def __init__(
+        self,
+        root,
+        name="a",
+        *,
+        key="1",
+        on_cold="compile",
+        profile=None,
+        completes=False,
+        **compiler,
+    ):
         self.compiler = FakeCompiler(**compiler)
         private = root.parent / f"private-{name}"
         private.mkdir(exist_ok=True)
@@ -129,7 +145,7 @@ class Start:
         self.model.compiler = self.compiler
         versions = {"torch": "2.13", "triton": "3.6", "gpu": "a GPU", "driver": "1.2"}
         parts = CompileParts(self.compiler, cache, on_cold, profile, versions)
-        self.compiling = Compiling(lambda: parts)
+        self.compiling = Compiling(lambda: parts, completes=completes)
         self.warm_ups = []
         self.fail_warm_ups = 0
 
@@ -245,6 +261,19 @@ async def test_a_cold_start_fills_the_cache_and_the_next_one_is_warm(root):
     assert "apply_torch_compile" in info["stage_seconds"]
     assert info["plan"]["stages"] == {"stage": ["(1, True)"]}
     assert info["compiled"]["graphs"] == 1
+
+
+@pytest.mark.parametrize("completes", [True, False])
+async def test_what_a_warm_start_had_to_add_is_shared_if_that_is_asked_for(root, caplog, completes):
+    later = {"builds_later": "inductor/ab/later.so"}
+    await started(root, "a", **later)
+    second, start = await started(root, "b", completes=completes, **later)
+    third, _ = await started(root, "c", **later)
+
+    assert (second.state, second.new_files) == ("warm", 1)
+    assert "later.so" in caplog.text
+    assert (third.state, third.new_files) == ("warm", 0 if completes else 1)
+    assert start.cache.master.check().files.count == (2 if completes else 1)
 
 
 async def test_the_private_copy_goes_with_the_worker(root):

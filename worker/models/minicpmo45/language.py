@@ -48,7 +48,7 @@ class Language:
         self._stages: LanguageStages | None = None
         compiler = compiler or Compiler()
         self._mover = Mover("llm.move", self.cache, llm.config.rope_theta, compiler)
-        if self.device.type == "cuda" or compiler.plan is not None:
+        if compiler.uses_stages(self.device):
             self._stages = LanguageStages(llm, self.cache, self._chooser, compiler)
 
     def prefill(self, requests: Sequence[Feed]) -> list[Fed]:

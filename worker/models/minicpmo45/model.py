@@ -191,8 +191,7 @@ class MiniCpmO45:
 
     @property
     def uses_stages(self) -> bool:
-        """Few shapes, for graphs and compiled regions; else exact ones, which a CPU prefers."""
-        return self.device.type == "cuda" or self.compiler.plan is not None
+        return self.compiler.uses_stages(self.device)
 
     @property
     def n_positions(self) -> int:

@@ -25,7 +25,7 @@ class Mover:
         self._cache, self._theta = cache, theta
         self._stage: Stage | None = None
         device = cache.table.device
-        if device.type == "cuda" or compiler.plan is not None:
+        if compiler.uses_stages(device):
             self._stage = compiler.stage(
                 name,
                 lambda bucket: {"block": Input((4,), torch.int64)},

@@ -71,7 +71,7 @@ class Senses:
         self.vision, self.audio = vision, audio
         self.device = weight.device
         self.cache = AudioCache.allocate(audio.config, n_slots, weight.dtype, self.device)
-        self.uses_stages = self.device.type == "cuda" or compiler.plan is not None
+        self.uses_stages = compiler.uses_stages(self.device)
         self._slicing = slices
         if not self.uses_stages:
             return

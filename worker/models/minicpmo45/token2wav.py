@@ -114,7 +114,7 @@ class Token2Wav:
 
     def declare(self, compiler: Compiler) -> None:
         """Declare what streams as stages and regions; without a plan a CPU works without stages."""
-        if self.device.type == "cuda" or compiler.plan is not None:
+        if compiler.uses_stages(self.device):
             self._stages = VoiceStages(self.flow, self.cache, self.vocoder, compiler)
 
     def _make_vocoder(self, n_rows: int) -> Vocoder:
