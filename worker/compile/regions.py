@@ -184,6 +184,8 @@ def prepare_thread(device: torch.device) -> None:
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.set_float32_matmul_precision(GPU_MATMUL_PRECISION)
+        # Else transposed convolutions add up in an order that varies from call to call.
+        torch.backends.cudnn.deterministic = True
     n_processes = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
     if n_processes:
         # The compiler has read it when it was imported; whoever opened a cache has set it since.

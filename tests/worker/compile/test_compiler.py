@@ -315,6 +315,14 @@ def test_the_thread_is_set_up_before_the_first_graph():
     assert torch._dynamo.config.recompile_limit >= 64
 
 
+def test_on_a_gpu_the_same_sound_comes_out_every_time():
+    """Transposed convolutions of cuDNN are free to add up in any order."""
+    prepare_thread(torch.device("cuda"))
+
+    assert torch.backends.cudnn.deterministic
+    assert torch.get_float32_matmul_precision() == "high"
+
+
 def test_the_number_of_compile_processes_may_be_set_after_the_import(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
     with torch._inductor.config.patch():

@@ -361,7 +361,7 @@ def test_a_kernel_writes_when_the_one_before_has_read(overlaps):
 
 
 def captured_step(model, x, position):
-    """Return a graph of a step of one row at a fixed position, and its result."""
+    """Return a graph of a step of one row at a fixed position, its result, and what it reads."""
     cache = KvCache.allocate(model.config, 1, 600, x.dtype, DEVICE)
     for index, tensor in enumerate((*cache.keys, *cache.values)):
         tensor.copy_(draw(*tensor.shape, dtype=torch.float32, seed=index))
@@ -377,7 +377,7 @@ def captured_step(model, x, position):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = step()
-    return graph, result
+    return graph, result, (cache, slots, positions)
 
 
 @pytest.mark.parametrize("sizes", [(4096, 128, 8200), (768, 64, 3072)], ids=str)
@@ -387,7 +387,7 @@ def test_a_captured_step_with_overlap_gives_the_same_bits_a_thousand_times(overl
     rows = draw(8, 1, sizes[0], dtype=torch.bfloat16)
     x = rows[:1].clone()
     with patch.object(decoder, "can_overlap", lambda device: False):
-        graph, result = captured_step(model, x, 500)
+        graph, result, _read = captured_step(model, x, 500)
     expected = []
     for row in rows:
         x.copy_(row[None])
@@ -395,7 +395,7 @@ def test_a_captured_step_with_overlap_gives_the_same_bits_a_thousand_times(overl
         expected.append(result.clone())
 
     with patch.object(decoder, "can_overlap", lambda device: overlaps):
-        graph, result = captured_step(model, x, 500)
+        graph, result, _read = captured_step(model, x, 500)
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for index in range(1000):  # as many without a wait of the host as a unit's speech takes
         if index % 32 == 0:
