@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,7 +11,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.faults import FaultDesk
 from gateway.security import OPEN_PATHS
 from shared.errors import OmniError, PayloadTooLarge, TooManyConnections
-from shared.limits import MAX_BODY_BYTES, MAX_REQUESTS
+from shared.limits import (
+    MAX_BODY_BYTES,
+    MAX_CHAT_BODY_BYTES,
+    MAX_RECORDING_BODY_BYTES,
+    MAX_REQUESTS,
+    MAX_VOICE_BODY_BYTES,
+)
+
+MEDIA_BODIES = (
+    (re.compile(r"/api/chat"), MAX_CHAT_BODY_BYTES),
+    (re.compile(r"/api/assets/ref_audio"), MAX_VOICE_BODY_BYTES),
+    (re.compile(r"/api/sessions/[^/]+/upload-recording"), MAX_RECORDING_BODY_BYTES),
+)
+"""Paths whose bodies may be larger than `MAX_BODY_BYTES`."""
 
 
 class Problem(BaseModel):
@@ -20,7 +35,7 @@ class Problem(BaseModel):
 
 
 class RequestLimits:
-    """Refuses requests beyond `MAX_REQUESTS` at a time, and bodies beyond `MAX_BODY_BYTES`.
+    """Refuses requests beyond `MAX_REQUESTS` at a time, and bodies beyond what their path may have.
 
     A body is refused by what its head says, or else once it has grown too long; what is beyond
     the bound is never held. A health probe is answered however many requests there are.
@@ -35,12 +50,13 @@ class RequestLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, self._desk)
+        most = most_bytes(scope["path"])
+        exchange = _Exchange(scope, receive, send, self._desk, most)
         if self._n_running >= MAX_REQUESTS and scope["path"] not in OPEN_PATHS:
             await exchange.refuse(TooManyConnections("The service answers too many requests"))
             return
-        if _declared_bytes(scope) > MAX_BODY_BYTES:
-            await exchange.refuse(_too_large())
+        if _declared_bytes(scope) > most:
+            await exchange.refuse(exchange.too_large())
             return
         self._n_running += 1
         try:
@@ -52,7 +68,10 @@ class RequestLimits:
 class _Exchange:
     """One request and its response."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, desk: FaultDesk) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, desk: FaultDesk, most_bytes: int
+    ) -> None:
+        self._most_bytes = most_bytes
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -65,11 +84,14 @@ class _Exchange:
         """Raises PayloadTooLarge; whatever the route makes of it, the client is told that."""
         message = await self._receive()
         self._n_bytes += len(message.get("body", b""))
-        if self._n_bytes > MAX_BODY_BYTES:
+        if self._n_bytes > self._most_bytes:
             if not self._is_answered:
-                await self.refuse(_too_large())
-            raise _too_large()
+                await self.refuse(self.too_large())
+            raise self.too_large()
         return message
+
+    def too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"The body is larger than {self._most_bytes} bytes")
 
     async def send(self, message: Message) -> None:
         if self._is_refused:
@@ -84,8 +106,9 @@ class _Exchange:
         await response(self._scope, self._receive, self._send)
 
 
-def _too_large() -> PayloadTooLarge:
-    return PayloadTooLarge(f"The body is larger than {MAX_BODY_BYTES} bytes")
+def most_bytes(path: str) -> int:
+    """Return how large the body of a request to this path may be."""
+    return next((most for known, most in MEDIA_BODIES if known.fullmatch(path)), MAX_BODY_BYTES)
 
 
 def _declared_bytes(scope: Scope) -> int:

@@ -16,7 +16,12 @@ MAX_LARGE_FRAMES: Final = 4
 """Large frames being parsed at the same time in one process."""
 
 MAX_BODY_BYTES: Final = MIB
-"""Largest body of an HTTP request."""
+"""Largest body of an HTTP request, but for the three kinds that carry media."""
+
+MAX_CHAT_BODY_BYTES: Final = MAX_FRAME_BYTES
+MAX_VOICE_BODY_BYTES: Final = 32 * MIB
+MAX_RECORDING_BODY_BYTES: Final = 200 * MIB + MIB
+"""Of an upload of 200 MiB in its multipart frame."""
 
 REQUEST_HEAD_TIMEOUT_S: Final = 10.0
 """From the first moment of a connection, or the first byte of a later request, to its whole head;

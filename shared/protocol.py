@@ -8,6 +8,11 @@ last message and is sent only after the slot has been cleaned.
     gateway -> worker: Open, Prepare, Input, Pause, Resume, Interrupt, Stop
     worker -> gateway: Opened, Prepared, Result, Paused, Resumed, Interrupted, Stopped,
                        Notice, Failure, Closed
+
+That is mode "duplex". Mode "half_duplex" (turns, found by the worker's voice detector) has
+`PrepareTurns` in the place of `Prepare`, and answers `Input` with `Speaking`, `Generating`,
+`Delta` and `TurnDone`, not with `Result`. Mode "chat" is one `Ask`, answered by `Prefilled`,
+`Delta` and `Answered`; then the worker ends the session.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from shared.errors import BadMessage
 SUBPROTOCOL = "omni-session.v1"
 SESSION_PATH = "/session"
 
-Mode = Literal["duplex"]
+Mode = Literal["duplex", "half_duplex", "chat"]
 RequestType = Literal["omni_duplex", "audio_duplex", "half_duplex_audio", "chat"]
 
 
@@ -105,7 +110,99 @@ class Stop(Message, frozen=True, tag="stop"):
     reason: str = "stopped"
 
 
-Command = Open | Prepare | Input | Pause | Resume | Interrupt | Stop
+# ---- messages with pictures and sound, for turns and chat
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
+    text: str
+
+
+class ImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="image"):
+    data: bytes
+    """A JPEG, PNG, GIF or WebP file."""
+
+
+class AudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="audio"):
+    data: bytes
+    """float32 16 kHz."""
+
+
+class VideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video"):
+    data: bytes
+    """A whole file."""
+    stack_frames: int = 1
+    """Pictures of each second, 1 or more."""
+
+
+Part = TextPart | ImagePart | AudioPart | VideoPart
+Role = Literal["system", "user", "assistant"]
+
+
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    role: Role
+    parts: list[Part]
+
+
+class GenerationSettings(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How an answer's text is made; None means "not said", so the back end's default applies."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    max_input_tokens: int | None = None
+
+    def said(self) -> frozenset[str]:
+        """Names of the settings the client gave."""
+        return frozenset(n for n in self.__struct_fields__ if getattr(self, n) is not None)
+
+
+class VadSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """When a turn of the user begins and ends; the defaults are the reference's."""
+
+    threshold: float = 0.7
+    """Probability of speech that begins a turn; 0.15 less keeps it going."""
+    min_speech_ms: float = 128.0
+    """Shorter turns are dropped."""
+    min_silence_ms: float = 500.0
+    """Silence that ends a turn; it belongs to the turn."""
+    speech_pad_ms: float = 30.0
+    """Sound from before the detected begin that belongs to the turn."""
+
+
+class PrepareTurns(Message, frozen=True, tag="prepare_turns"):
+    """System message and settings of a half-duplex session."""
+
+    system: list[Part]
+    """Empty = the back end's own line. The first sound in it is also the voice of the answers."""
+    vad: VadSettings = field(default_factory=VadSettings)
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
+    speaks: bool = True
+    timeout_s: float = 300.0
+    """Length of the session from here on."""
+
+
+class Ask(Message, frozen=True, tag="ask"):
+    """One chat request with its whole history."""
+
+    messages: list[ChatMessage]
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
+    is_streaming: bool = True
+    speaks: bool = False
+    voice: bytes = b""
+    """float32 16 kHz of the answer's voice; empty = the default voice."""
+    max_slice_nums: int | None = None
+    use_image_id: bool | None = None
+    is_omni: bool = False
+    enable_thinking: bool = False
+    use_tts_template: bool = False
+
+
+Command = Open | Prepare | PrepareTurns | Ask | Input | Pause | Resume | Interrupt | Stop
 
 # ---- worker -> gateway
 
@@ -160,6 +257,62 @@ class Result(Message, frozen=True, tag="result"):
     vision_tokens: int = 0
 
 
+class Speaking(Message, frozen=True, tag="speaking"):
+    """The user has begun (or ended) a turn."""
+
+    is_speaking: bool
+
+
+class Generating(Message, frozen=True, tag="generating"):
+    """A turn of the user is being answered."""
+
+    speech_ms: float
+
+
+class Delta(Message, frozen=True, tag="delta"):
+    """A piece of an answer, as soon as it exists: text, sound, or both."""
+
+    index: int
+    """From 0 within the answer."""
+    text: str = ""
+    audio: bytes = b""
+    """float32 24 kHz."""
+
+
+class TurnDone(Message, frozen=True, tag="turn_done"):
+    turn_index: int
+    """From 1."""
+    text: str
+    heard: str = ""
+    """Caption: what the user was understood to say, where the back end knows it."""
+    timings: Timings = field(default_factory=Timings)
+    n_tokens: int = 0
+    kv_tokens: int = 0
+
+
+class Prefilled(Message, frozen=True, tag="prefilled"):
+    """The messages of a chat request are in the context."""
+
+    n_input_tokens: int
+
+
+class Answered(Message, frozen=True, tag="answered"):
+    """The end of a chat answer: all of its text, and its sound if nothing was streamed."""
+
+    text: str
+    n_input_tokens: int
+    n_generated_tokens: int
+    audio: bytes = b""
+    """float32 24 kHz; empty where it went out as `Delta`s."""
+    was_cut: bool = False
+    """It did not end by itself."""
+    ignored: list[str] = field(default_factory=list)
+    """What of the request this back end cannot honour."""
+    prompt: str = ""
+    """The messages as the model read them, with a mark for each picture and clip."""
+    timings: Timings = field(default_factory=Timings)
+
+
 class Paused(Message, frozen=True, tag="paused"):
     timeout_s: float
 
@@ -203,6 +356,12 @@ Event = (
     Opened
     | Prepared
     | Result
+    | Speaking
+    | Generating
+    | Delta
+    | TurnDone
+    | Prefilled
+    | Answered
     | Paused
     | Resumed
     | Interrupted

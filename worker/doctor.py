@@ -133,12 +133,13 @@ def _gpus(torch: Any) -> Iterator[Finding]:
 
 def _weights() -> Iterator[Finding]:
     # Late: this imports torch.
+    from worker.models import packages  # noqa: PLC0415
     from worker.models.cascade import weights  # noqa: PLC0415
 
     for package in (
         weights.SMOLLM2,
         weights.WHISPER,
-        weights.SILERO,
+        packages.SILERO,
         weights.HIBARI,
         weights.RAPIDOCR,
     ):

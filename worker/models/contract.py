@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.protocol import DuplexSettings, Timings
+from shared.protocol import DuplexSettings, GenerationSettings, Timings
 from worker.engine.contract import OpRunner, Program
 
 Progress = Callable[[float, str], None]
@@ -105,6 +105,135 @@ class DuplexModel(OpRunner, Protocol):
 
     def end(self, state: Any) -> None:
         """Clean the slot (caches to a state nobody can see). Called once no program is left."""
+
+
+# ---- turns and chat
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    pixels: NDArray[np.uint8]
+    """RGB `[H, W, 3]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    samples: NDArray[np.float32]
+    """16 kHz mono, of any length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A film: the frames of each of its seconds, then that second of sound."""
+
+    seconds: tuple[tuple[NDArray[np.uint8], ...], ...]
+    """Frames `[H, W, 3]` of every second; there may be none."""
+    samples: NDArray[np.float32]
+    """16 kHz mono; empty for a silent film."""
+
+
+MessagePart = str | Picture | Clip | Video
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMessage:
+    """One message of a conversation."""
+
+    role: str
+    """system, user or assistant."""
+    parts: tuple[MessagePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatQuestion:
+    """What a chat request asks; settings that are not said are the back end's own."""
+
+    messages: tuple[TurnMessage, ...]
+    generation: GenerationSettings
+    is_streaming: bool = True
+    speaks: bool = False
+    voice: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """16 kHz; empty = the default voice."""
+    max_slice_nums: int | None = None
+    use_image_id: bool | None = None
+    is_omni: bool = False
+    enable_thinking: bool = False
+    use_tts_template: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPrompt:
+    """What a session of turns is prepared with."""
+
+    system: tuple[MessagePart, ...]
+    """Empty = the back end's own line; the first `Clip` is also the voice of the answers."""
+    generation: GenerationSettings
+    speaks: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Emitted by a chat program once its messages are in the context."""
+
+    n_input_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Emitted as soon as a piece of an answer exists: text, sound, or both."""
+
+    text: str = ""
+    audio: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """24 kHz."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """Value of a program that answers."""
+
+    text: str
+    n_input_tokens: int
+    """Length of the context when the answer began."""
+    n_generated_tokens: int
+    audio: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """24 kHz, where nothing was emitted."""
+    was_cut: bool = False
+    heard: str = ""
+    ignored: tuple[str, ...] = ()
+    """What of the request the back end could not honour."""
+    prompt: str = ""
+    timings: Timings = field(default_factory=Timings)
+
+
+class TurnModel(Protocol):
+    """A back end that also answers whole turns: chat requests, and sessions of half-duplex turns.
+
+    States are as those of `DuplexModel`: `end` takes any of them. Closing a program stops what it
+    does, for good and at once.
+    """
+
+    def chat_state(self, slot: int) -> Any: ...
+
+    def chat(self, state: Any, question: ChatQuestion) -> Program:
+        """Program that emits `Taken`, then `Piece`s if it streams; its value is a `WholeAnswer`.
+
+        Raises BadMessage, BadImage, BadAudio, VoiceUnavailable inside the program.
+        """
+
+    def turn_state(self, slot: int) -> Any: ...
+
+    def prepare_turns(self, state: Any, prompt: TurnPrompt) -> Program:
+        """Program that starts the conversation anew; its value is a `PreparedInfo`."""
+
+    def detect_speech(self, state: Any, samples: NDArray[np.float32]) -> Program:
+        """Program of one op: its value is the probability of speech of each whole window of
+        `voice_activity.VAD_WINDOW` samples, `[n]`; what is left over waits in the state."""
+
+    def turn(self, state: Any, samples: NDArray[np.float32]) -> Program:
+        """Program that answers what was said: emits `Piece`s; its value is a `WholeAnswer`.
+
+        Closed in the middle, the conversation holds what had been said so far.
+        """
 
 
 @runtime_checkable

@@ -7,7 +7,8 @@ import pytest
 
 from shared.audio import read_wav
 from worker.models.cascade.model import CascadeModel
-from worker.models.cascade.weights import HIBARI, RAPIDOCR, SILERO, SMOLLM2, WHISPER
+from worker.models.cascade.weights import HIBARI, RAPIDOCR, SMOLLM2, WHISPER
+from worker.models.packages import SILERO
 
 ASSETS = Path(__file__).parents[2] / "assets"
 

@@ -4,16 +4,18 @@ import numpy as np
 import pytest
 
 from worker.models.cascade.hearing import (
-    DETECT_SPEECH,
     PART_S,
-    TARGET_PEAK,
     TRANSCRIBE_STEP,
-    VAD_WINDOW,
-    DetectRequest,
-    VadState,
     clean,
     cut_at_quiet,
     loop_length,
+)
+from worker.models.voice_activity import (
+    DETECT_SPEECH,
+    TARGET_PEAK,
+    VAD_WINDOW,
+    DetectRequest,
+    VadState,
     raise_quiet,
 )
 

@@ -10,9 +10,9 @@ from worker.compile.compiler import Compiler
 from worker.compile.regions import CompilePlan
 from worker.engine.contract import Op
 from worker.engine.engine import Engine
-from worker.models.cascade.hearing import DETECT_SPEECH, DetectRequest, VadState
 from worker.models.cascade.language import DECODE, PREFILL, DecodeRequest, PrefillRequest
 from worker.models.cascade.model import LANES, MAX_BATCH, CascadeModel
+from worker.models.voice_activity import DETECT_SPEECH, DetectRequest, VadState
 from worker.nn.sampling import Sampling
 
 

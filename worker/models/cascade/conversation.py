@@ -34,8 +34,8 @@ from worker.models.cascade.endpointing import (
     WINDOW_SAMPLES,
     Endpointer,
 )
-from worker.models.cascade.hearing import DETECT_SPEECH, DetectRequest, VadState
 from worker.models.contract import PreparedInfo, Prompt, Unit, UnitResult
+from worker.models.voice_activity import DETECT_SPEECH, DetectRequest, VadState
 from worker.nn.sampling import Sampling
 
 if TYPE_CHECKING:

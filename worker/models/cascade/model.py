@@ -17,17 +17,17 @@ from worker.engine.contract import Program
 from worker.models.batches import one_by_one
 from worker.models.cascade import conversation
 from worker.models.cascade.hearing import (
-    DETECT_SPEECH,
     ENCODE_SPEECH,
     TRANSCRIBE_STEP,
-    SpeechDetector,
     Transcriber,
 )
 from worker.models.cascade.language import DECODE, MAX_DECODE_ROWS, PREFILL, Language
 from worker.models.cascade.reading import READ_TEXT, Reader
 from worker.models.cascade.speech import DEFAULT_VOICE, SYNTHESIZE, Speaker
-from worker.models.cascade.weights import SILERO, WHISPER, load_smollm2, load_whisper
+from worker.models.cascade.weights import WHISPER, load_smollm2, load_whisper
 from worker.models.contract import Progress, Prompt, Unit
+from worker.models.packages import SILERO
+from worker.models.voice_activity import DETECT_SPEECH, SpeechDetector
 
 UNIT_SAMPLES = 16_000
 

