@@ -3,7 +3,7 @@
 #   docker build -t omni-duplex-server --build-arg DEVICE=gpu .     NVIDIA GPU
 FROM python:3.12-slim
 
-# openssl makes the certificate of --public; the compiler is what torch.compile and Triton call.
+# openssl makes the certificate of HTTPS; the compiler is what torch.compile and Triton call.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends openssl gcc g++ \
     && rm -rf /var/lib/apt/lists/*
@@ -19,12 +19,13 @@ COPY scripts scripts
 RUN mkdir shared gateway worker client && bash scripts/bootstrap.sh
 
 COPY . .
+# The launcher looks for certificates beside the code.
+RUN ln -s /workspace/certs certs
 
-# Recordings, the compile cache and the certificate outlive the container.
-VOLUME ["/app/data", "/app/torch_compile_cache", "/app/certs"]
+# Configuration, models, recordings, the compile cache and the certificate outlive the container.
+VOLUME /workspace
 EXPOSE 8006
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=5s --start-period=10m \
     CMD [".venv/bin/python", "-m", "scripts.launch", "status"]
-ENTRYPOINT ["bash", "start_all.sh"]
-CMD ["--public"]
+ENTRYPOINT [".venv/bin/python", "-m", "scripts.container"]

@@ -2,6 +2,7 @@
 # Starts the whole service; the first start makes .venv.
 #
 #   bash start_all.sh [--http] [--public] [--no-auth] [--detach] [--port N] [--config FILE]
+#                     [--lang zh|en] [--static-dir DIR]
 #   bash start_all.sh stop | status | restart
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

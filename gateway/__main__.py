@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for warning in warnings_of(loaded.config):
         log.warning("configuration warning: %s", warning)
     allow_open_files()
-    app = create_app(loaded.config, workers, static_dir=arguments.static_dir)
+    app = create_app(
+        loaded.config, workers, static_dir=arguments.static_dir, default_lang=arguments.lang
+    )
     server = build_server(
         app, service.bind, service.gateway_port, arguments.ssl_certfile, arguments.ssl_keyfile
     )
@@ -75,6 +77,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--max-queue-size", type=int, help="clients that may wait")
     parser.add_argument("--static-dir", type=Path, default=STATIC_DIR, help="another page tree")
+    parser.add_argument("--lang", choices=("zh", "en"), help="language that pages start in")
     parser.add_argument("--ssl-certfile", type=Path, help="serve HTTPS with this certificate")
     parser.add_argument("--ssl-keyfile", type=Path, help="private key of the certificate")
     return parser.parse_args(argv)

@@ -19,19 +19,56 @@ from gateway.context import Gateway
 from gateway.eta import Durations
 from gateway.faults import FaultDesk
 from gateway.pool import Address, Pool
+from gateway.presets import Presets
+from gateway.recording.service import Recordings
 from gateway.requests import Problem, RequestLimits
+from gateway.routes import (
+    apps,
+    chat,
+    health,
+    metrics,
+    pages,
+    presets,
+    queue,
+    sessions,
+    sockets,
+    traces,
+)
 from gateway.routes import compile as compile_routes
 from gateway.routes import config as config_routes
-from gateway.routes import duplex, health, metrics, pages, queue
+from gateway.routes import recordings as recording_routes
+from gateway.routes import voices as voice_routes
 from gateway.security import Guard, GuardMiddleware
 from gateway.tickets import TicketQueue
+from gateway.traces import TraceLog
+from gateway.voice_files import VoiceFile
+from gateway.voices import Voices
 from shared.config import Config, is_loopback
 from shared.errors import BadMessage, OmniError
 
 ROUTE_SLUGS = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 """Slugs of what the framework refuses before a route is asked."""
 
+ROUTES = (
+    health,
+    metrics,
+    queue,
+    config_routes,
+    compile_routes,
+    sessions,
+    sockets,
+    chat,
+    apps,
+    presets,
+    voice_routes,
+    traces,
+    recording_routes,
+    pages,
+)
+
 STATIC_DIR = Path(__file__).parent / "static"
+ASSETS_DIR = Path(__file__).parents[1] / "assets"
+DEFAULT_VOICE = "ref_audio/default.wav"
 
 
 def create_app(
@@ -39,6 +76,7 @@ def create_app(
     workers: Sequence[Address],
     clock: Clock | None = None,
     static_dir: Path = STATIC_DIR,
+    default_lang: str | None = None,
 ) -> FastAPI:
     """Return the application; its workers are polled from its start-up to its shutdown.
 
@@ -47,12 +85,16 @@ def create_app(
         workers: where the workers listen; none of them has to be up.
         clock: replaced by tests.
         static_dir: the page tree, with an `index.html`.
+        default_lang: "zh" or "en", what pages are told to start in; None = nothing.
     """
     clock = clock or Clock()
     # The legs to the workers are local: a proxy named in the environment must not get them.
     client = httpx.AsyncClient(trust_env=False)
     pool = Pool(workers, client, clock)
     durations = Durations(config.service)
+    data_dir = Path(config.service.data_dir)
+    default_voice = default_voice_file(config.audio.ref_audio_path)
+    recordings = Recordings(config, clock)
     gateway = Gateway(
         config=config,
         clock=clock,
@@ -62,15 +104,24 @@ def create_app(
         desk=FaultDesk(),
         static_dir=static_dir,
         durations=durations,
+        default_voice=default_voice,
+        presets=Presets(ASSETS_DIR, default_voice),
+        voices=Voices(data_dir / "assets" / "ref_audio", clock),
+        traces=TraceLog(data_dir / "traces" / "record_trace.jsonl", clock),
+        default_lang=default_lang,
+        recordings=recordings,
+        recorder=recordings.recorder,
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         polling = asyncio.create_task(pool.run())
+        recordings.start()
         try:
             yield
         finally:
             await gateway.drain()
+            await recordings.stop()
             polling.cancel()
             with suppress(asyncio.CancelledError):
                 await polling
@@ -83,12 +134,19 @@ def create_app(
     app = FastAPI(title="Omni Duplex Gateway", lifespan=lifespan, responses=problems)
     app.state.gateway = gateway
     gateway.metrics.watch(gateway)
-    for module in (health, metrics, queue, config_routes, compile_routes, duplex, pages):
+    for module in ROUTES:
         app.include_router(module.router)
     app.add_middleware(GuardMiddleware, guard=gateway.guard, desk=gateway.desk)
     app.add_middleware(RequestLimits, desk=gateway.desk)
     _add_error_handlers(app, gateway.desk)
     return app
+
+
+def default_voice_file(configured: str | None) -> VoiceFile:
+    """Return the voice of sessions that bring none; clients are not told where the file lies."""
+    if configured:
+        return VoiceFile(Path(configured), Path(configured).name)
+    return VoiceFile(ASSETS_DIR / DEFAULT_VOICE, DEFAULT_VOICE)
 
 
 def _add_error_handlers(app: FastAPI, desk: FaultDesk) -> None:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, Request
 
+from gateway.apps import Apps
 from gateway.clock import Clock
 from gateway.eta import Durations
 from gateway.faults import FaultDesk
@@ -19,8 +20,14 @@ from gateway.link import Background
 from gateway.metrics import GatewayMetrics
 from gateway.offload import LargeFrames
 from gateway.pool import Pool
+from gateway.presets import Presets
+from gateway.recording.contract import Recorder
+from gateway.recording.service import Recordings
 from gateway.security import Guard
 from gateway.tickets import TicketQueue
+from gateway.traces import TraceLog
+from gateway.voice_files import VoiceFile
+from gateway.voices import Voices
 from shared.config import Config
 from shared.errors import TooManyConnections
 from shared.limits import MAX_SESSIONS
@@ -41,12 +48,22 @@ class Gateway:
     desk: FaultDesk
     static_dir: Path
     durations: Durations
+    default_voice: VoiceFile
+    presets: Presets
+    voices: Voices
+    traces: TraceLog
+    recordings: Recordings
+    default_lang: str | None = None
+    """Language of pages for browsers that have chosen none; None = the browser's own."""
+    apps: Apps = field(default_factory=Apps)
     large: LargeFrames = field(default_factory=LargeFrames)
     held: HeldBytes = field(default_factory=HeldBytes)
     background: Background = field(default_factory=Background)
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the gateway goes down: sessions end with `server_shutdown`."""
+    recorder: Recorder | None = None
+    """None = nothing is recorded."""
     n_diagnostics: int = 0
     sessions: set[asyncio.Task[object]] = field(default_factory=set)
 
@@ -82,3 +99,8 @@ def gateway_of(connection: HTTPConnection) -> Gateway:
     gateway = connection.app.state.gateway
     assert isinstance(gateway, Gateway)
     return gateway
+
+
+def require_admin(request: Request) -> None:
+    """Raises Unauthorized unless an admin's key came with the request (a FastAPI dependency)."""
+    gateway_of(request).guard.check_admin(request)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shared.errors import OmniError, slugs
+from shared.errors import OmniError, http_statuses, slugs
 from shared.logs import cut
 from shared.metrics import OTHER
 
@@ -18,6 +18,8 @@ MAX_CLOSE_REASON_BYTES = 123
 """RFC 6455: a control frame holds 125 bytes, two of them the code."""
 
 MAX_WHERE_CHARS = 200
+UNKNOWN_FAILURE = 502
+"""Status of a failure that a worker of another version has named."""
 
 
 class WorkerFailure(OmniError):
@@ -56,7 +58,8 @@ class Fault:
 
 def fault_of(error: OmniError) -> Fault:
     if isinstance(error, WorkerFailure):
-        return Fault(error.worker_slug, str(error), error.close_code, 502)
+        status = http_statuses().get(error.worker_slug, UNKNOWN_FAILURE)
+        return Fault(error.worker_slug, str(error), error.close_code, status)
     return Fault(error.slug, str(error), error.ws_close, error.http_status)
 
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from shared.audio import F32_BYTES
-from shared.errors import BadMessage
+from shared.errors import BadMessage, MediaFull
 from shared.limits import INPUT_SAMPLE_RATE_HZ, MAX_FRAME_BYTES, MAX_INBOX_UNITS, MIB
-from shared.protocol import Command, Input, Prepare
+from shared.protocol import (
+    Ask,
+    AudioPart,
+    Command,
+    ImagePart,
+    Input,
+    Part,
+    Prepare,
+    PrepareTurns,
+    VideoPart,
+)
 
 MAX_HELD_AUDIO_S = MAX_INBOX_UNITS
 """As much audio as a worker's own inbox holds: a replay of more would be dropped there."""
@@ -31,11 +42,19 @@ OWN_SHARE_BYTES = MIB
 pass through here too, and must not be refused because hostile clients wait."""
 
 
+MEDIA_PARTS = (ImagePart, AudioPart, VideoPart)
+
+
 class HeldBytes:
-    """What all inboxes of the process hold together."""
+    """What all inboxes, and all bodies of chat requests, of the process hold together."""
 
     def __init__(self) -> None:
         self.total = 0
+
+    def check(self, own: int, n_bytes: int) -> None:
+        """Raises MediaFull when somebody who holds `own` bytes may not hold so many more."""
+        if self.total + n_bytes > MAX_HELD_BYTES_IN_ALL and own + n_bytes > OWN_SHARE_BYTES:
+            raise MediaFull("The service holds as much input as it can; send it again later")
 
 
 @dataclass(slots=True, eq=False)
@@ -53,16 +72,22 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class Entry:
     command: Command
+    arrived_at: float
     n_bytes: int
     n_audio_bytes: int
     chunk: Chunk | None
 
 
 class Inbox:
-    """A bounded line of commands. Too much audio drops the oldest chunk, never a command."""
+    """A bounded line of commands. Too much audio drops the oldest chunk, never a command.
 
-    def __init__(self, held: HeldBytes) -> None:
+    Args:
+        answers_chunks: whether each chunk gets an answer of its own.
+    """
+
+    def __init__(self, held: HeldBytes, *, answers_chunks: bool = True) -> None:
         self._held = held
+        self._answers_chunks = answers_chunks
         self._entries: deque[Entry] = deque()
         self._n_bytes = 0
         self._n_audio_bytes = 0
@@ -87,22 +112,25 @@ class Inbox:
         self._make_room(entry)
         self._entries.append(entry)
         self._account(entry, 1)
-        if entry.chunk is not None:
+        if entry.chunk is not None and self._answers_chunks:
             self._unanswered.append(entry.chunk)
         self._filled.set()
 
-    async def get(self) -> Command:
-        """Remove and return the oldest command; chunks are numbered as they leave."""
+    async def get(self) -> tuple[Command, float]:
+        """Remove and return the oldest command, and when it arrived.
+
+        Chunks are numbered as they leave.
+        """
         while not self._entries:
             self._filled.clear()
             await self._filled.wait()
         entry = self._entries.popleft()
         self._account(entry, -1)
         if entry.chunk is None or not isinstance(entry.command, Input):
-            return entry.command
+            return entry.command, entry.arrived_at
         entry.chunk.seq = self._next_seq
         self._next_seq += 1
-        return msgspec.structs.replace(entry.command, seq=entry.chunk.seq)
+        return msgspec.structs.replace(entry.command, seq=entry.chunk.seq), entry.arrived_at
 
     def answered(self, seq: int) -> Chunk | None:
         """Take the chunk that the worker has answered; None = it never got such a chunk."""
@@ -142,14 +170,16 @@ class Inbox:
                 break
             assert oldest.chunk is not None
             oldest.chunk.is_dropped = True
+            if not self._answers_chunks:
+                # Nothing is before it: what has become of it is said at once.
+                self._unanswered.append(oldest.chunk)
             self._entries.remove(oldest)
             self._account(oldest, -1)
-        is_crowded = (
-            self._held.total + new.n_bytes > MAX_HELD_BYTES_IN_ALL
-            and self._n_bytes + new.n_bytes > OWN_SHARE_BYTES
-        )
-        is_lone_chunk = new.chunk is not None and self._n_bytes + new.n_bytes <= MAX_FRAME_BYTES
-        if is_crowded or (self._is_over(new) and not is_lone_chunk):
+        self._held.check(self._n_bytes, new.n_bytes)
+        # A question is all that its client ever sends.
+        may_be_large = new.chunk is not None or isinstance(new.command, Ask)
+        is_lone = may_be_large and self._n_bytes + new.n_bytes <= MAX_FRAME_BYTES
+        if self._is_over(new) and not is_lone:
             raise BadMessage("too much input is waiting already; send it again after queue_done")
 
     def _is_over(self, new: Entry) -> bool:
@@ -171,8 +201,8 @@ class Inbox:
 def _entry(command: Command, arrived_at: float) -> Entry:
     n_bytes = n_bytes_of(command)
     if isinstance(command, Input):
-        return Entry(command, n_bytes, len(command.audio), Chunk(arrived_at))
-    return Entry(command, n_bytes, 0, None)
+        return Entry(command, arrived_at, n_bytes, len(command.audio), Chunk(arrived_at))
+    return Entry(command, arrived_at, n_bytes, 0, None)
 
 
 def n_bytes_of(command: Command) -> int:
@@ -182,4 +212,13 @@ def n_bytes_of(command: Command) -> int:
             return len(command.audio) + sum(map(len, command.frames))
         case Prepare():
             return len(command.reference_voice) + len(command.tts_reference_voice)
+        case PrepareTurns():
+            return _n_bytes_of_parts(command.system)
+        case Ask():
+            n_media = sum(_n_bytes_of_parts(message.parts) for message in command.messages)
+            return n_media + len(command.voice)
     return 0
+
+
+def _n_bytes_of_parts(parts: Sequence[Part]) -> int:
+    return sum(len(part.data) for part in parts if isinstance(part, MEDIA_PARTS))

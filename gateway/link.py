@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -20,12 +21,14 @@ from shared.limits import MAX_FRAME_BYTES, WS_PING_INTERVAL_S, WS_PING_TIMEOUT_S
 from shared.protocol import (
     SESSION_PATH,
     SUBPROTOCOL,
+    Answered,
     Closed,
     Command,
     Event,
     Failure,
     Open,
     Opened,
+    Prefilled,
     Prepared,
     Stop,
     decode_event,
@@ -73,9 +76,10 @@ class WorkerLink:
         self._background = background
         self._large = large
         self._connection: ClientConnection | None = None
-        self._is_prepared = False
+        self._has_begun = False
         self._is_failed = False
-        self._is_stop_sent = False
+        self._is_ending = False
+        """The worker has been told to end the session, or ends it by itself."""
         self._is_closed = False
         self._is_broken = False
         self._is_retired = False
@@ -83,6 +87,10 @@ class WorkerLink:
     @property
     def worker_name(self) -> str:
         return self._lease.worker.name
+
+    @property
+    def worker_index(self) -> int:
+        return self._lease.worker.index
 
     async def open(self, message: Open) -> None:
         """Connect and open the session.
@@ -129,7 +137,7 @@ class WorkerLink:
     async def send(self, command: Command) -> None:
         """Raises WorkerLost when the connection has ended."""
         assert self._connection is not None
-        self._is_stop_sent |= isinstance(command, Stop)
+        self._is_ending |= isinstance(command, Stop)
         try:
             async with self._large.sending(n_bytes_of(command)):
                 await self._connection.send(encode(command))
@@ -156,8 +164,10 @@ class WorkerLink:
         match event:
             case Closed():
                 self._is_closed = True
-            case Prepared():
-                self._is_prepared = True
+            case Prepared() | Prefilled():
+                self._has_begun = True
+            case Answered():
+                self._is_ending = True
             case Failure(close_code=int(code)) if code != CLOSE_NORMAL:
                 self._is_failed = True
         return event
@@ -171,18 +181,25 @@ class WorkerLink:
         if self._is_retired:
             return
         self._is_retired = True
-        if self._is_broken:
+        if self._is_lost:
             # Before anybody is given the next lease: it must not be one on the same worker.
             self._lease.release(broken=True)
         self._background.spawn(self._close(reason))
+
+    @property
+    def _is_lost(self) -> bool:
+        """The connection has ended before the worker said that the slot is clean."""
+        return self._is_broken and not self._is_closed
 
     async def _close(self, reason: str) -> None:
         connection = self._connection
         try:
             if connection is not None and not self._is_closed and not self._is_broken:
                 async with asyncio.timeout(CLEANUP_TIMEOUT_S):
-                    if not self._is_stop_sent:
-                        await self.send(Stop(reason))
+                    if not self._is_ending:
+                        with suppress(WorkerLost):
+                            # It may have ended the session meanwhile, and said so before it left.
+                            await self.send(Stop(reason))
                     while not self._is_closed:
                         await self.receive()
         except (WorkerLost, TimeoutError) as error:
@@ -193,5 +210,5 @@ class WorkerLink:
                 if connection is not None:
                     await connection.close()
             finally:
-                is_sample = self._is_prepared and self._is_closed and not self._is_failed
-                self._lease.release(broken=self._is_broken, is_sample=is_sample)
+                is_sample = self._has_begun and self._is_closed and not self._is_failed
+                self._lease.release(broken=self._is_lost, is_sample=is_sample)

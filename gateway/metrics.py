@@ -21,11 +21,12 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from gateway.recording.writer import STOP_REASONS
 from shared.audio import F32_BYTES
 from shared.limits import OUTPUT_SAMPLE_RATE_HZ
 from shared.metrics import OTHER, UNIT_BUCKETS_S, slug_labels
 from shared.playback import Player
-from shared.protocol import Result
+from shared.protocol import Mode, Result
 from shared.turns import Turn
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ MIN_GAP_S = 0.001
 
 WAIT_BUCKETS_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 LEAD_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+ANSWER_BUCKETS_S = (*UNIT_BUCKETS_S, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+ANSWER_MODES: tuple[Mode, ...] = ("half_duplex", "chat")
 
 RESULT_KINDS = ("listen", "speak", "dropped", "failed")
 WORKER_STATES = (
@@ -100,6 +104,22 @@ class GatewayMetrics:
         results = Counter(
             "omni_gateway_results", "Answered chunks by kind", ["kind"], registry=registry
         )
+        self.answers = Counter(
+            "omni_gateway_answers",
+            "Whole answers: turns of half duplex, chat requests",
+            ["mode"],
+            registry=registry,
+        )
+        self.first_piece_seconds = Histogram(
+            "omni_gateway_answer_first_piece_seconds",
+            "From a question being complete to the first piece of its answer",
+            ["mode"],
+            buckets=ANSWER_BUCKETS_S,
+            registry=registry,
+        )
+        for mode in ANSWER_MODES:
+            self.answers.labels(mode)
+            self.first_piece_seconds.labels(mode)
         self.results = {kind: results.labels(kind) for kind in RESULT_KINDS}
         ended = Counter(
             "omni_gateway_sessions_ended",
@@ -126,10 +146,14 @@ class SessionWatch:
 
     Args:
         buffer_s: how long the client's player holds back the first audio of a turn.
+        mode: what the session is; sessions of mode "duplex" have results, the others answers.
     """
 
-    def __init__(self, metrics: GatewayMetrics, buffer_s: float) -> None:
+    def __init__(self, metrics: GatewayMetrics, buffer_s: float, mode: Mode = "duplex") -> None:
         self._metrics = metrics
+        self._mode = mode
+        self._asked_at: float | None = None
+        """When the question was complete whose answer has no piece yet."""
         self._player = Player(buffer_s)
         self._turn = Turn()
         self._prepared_at = 0.0
@@ -140,6 +164,24 @@ class SessionWatch:
 
     def paused(self) -> None:
         """Silence is wanted, so what comes later has no gap before it."""
+        self._player.end_turn()
+
+    def asked(self, now: float) -> None:
+        """A question is complete: the user's turn is over, or the worker has the request."""
+        self._asked_at = now
+
+    def piece(self, audio: bytes, now: float) -> None:
+        """A piece of an answer has come."""
+        if self._asked_at is not None:
+            self._metrics.first_piece_seconds.labels(self._mode).observe(now - self._asked_at)
+            self._asked_at = None
+        if audio:
+            self._play(len(audio) / F32_BYTES / OUTPUT_SAMPLE_RATE_HZ, now)
+
+    def answer_done(self, now: float) -> None:
+        """An answer is whole; where nothing came before, it is its own first piece."""
+        self.piece(b"", now)
+        self._metrics.answers.labels(self._mode).inc()
         self._player.end_turn()
 
     def dropped(self) -> None:
@@ -210,6 +252,25 @@ class GatewayCollector(Collector):
         for slug in slug_labels():
             errors.add_metric([slug], gateway.desk.counts[slug])
         yield errors
+        yield from self._recordings()
+
+    def _recordings(self) -> Iterator[Metric]:
+        recordings = self._gateway.recordings
+        yield _gauge("recordings_live", "Sessions that are being recorded", len(recordings.live))
+        yield _gauge("recordings_unfinished", "Ended recordings that wait", recordings.n_unfinished)
+        yield _gauge(
+            "recording_queue_bytes",
+            "Messages that wait for the disk",
+            recordings.writer.queued_bytes,
+        )
+        stopped = CounterMetricFamily(
+            "omni_gateway_recordings_stopped",
+            "Recordings that ended before their session",
+            labels=["reason"],
+        )
+        for reason in STOP_REASONS:
+            stopped.add_metric([reason], recordings.writer.n_stopped[reason])
+        yield stopped
 
     def _workers(self) -> Iterator[Metric]:
         workers = self._gateway.pool.workers

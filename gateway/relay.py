@@ -1,4 +1,4 @@
-"""One client's session: queue phase, then frames both ways, then an orderly end.
+"""One client's session, of any mode: queue phase, then frames both ways, then an orderly end.
 
     client --_read--> inbox --_forward--> worker
     client <--_write-- outbox <--_backward-- worker
@@ -11,56 +11,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any
 
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from gateway.admission import admit
 from gateway.context import Gateway
 from gateway.dialects.contract import Diagnostic, Dialect, RefusedChunk
 from gateway.faults import Fault, WorkerFailure
 from gateway.inbox import Chunk, Inbox
 from gateway.link import WorkerLink
 from gateway.metrics import SessionWatch
-from gateway.pool import Lease
-from gateway.tickets import Ticket
+from gateway.outbox import Outbox
+from gateway.race import first_to_end
+from gateway.tape import Tape
+from gateway.tickets import Place, Ticket
 from shared.errors import (
     BadMessage,
     FrameTooLarge,
-    NoFreeSlot,
     ServerShutdown,
+    SessionTimeout,
     SlowReader,
     UnexpectedBinary,
     WorkerLost,
 )
-from shared.limits import MAX_FRAME_BYTES, MAX_OUTBOX_BYTES
+from shared.limits import MAX_FRAME_BYTES
 from shared.protocol import (
+    Answered,
+    Ask,
     Closed,
+    Delta,
     Event,
     Failure,
+    Generating,
     Open,
     Paused,
     Prepared,
-    RequestType,
     Result,
     Stop,
     Stopped,
+    TurnDone,
 )
 
 log = logging.getLogger(__name__)
 
 FRAME_TOO_LARGE = "frame_too_large"
 """Key of a `websocket.receive` event that stands for a message above the frame limit."""
-
-QUEUE_UPDATE_S = 3.0
-QUEUE_QUIET_S = 0.5
-"""Between two updates of one client: each departure moves everybody who waits behind it."""
-
-OPEN_ATTEMPTS = 4
-"""Workers that are tried before the session is given up; each failed one leaves the rotation."""
 
 LAST_WORDS_S = 1.0
 """For what a worker sent before its connection broke, which explains more than the break does."""
@@ -69,49 +65,13 @@ STOP_TIMEOUT_S = 15.0
 FLUSH_TIMEOUT_S = 2.0
 """For the last frames of a session to reach the client's socket."""
 
+ANSWER_TIMEOUT_S = 60.0
+"""The same for an answer that comes as a whole, minutes of sound perhaps. Its slot is free
+meanwhile."""
+
 
 class ClientGone(Exception):
     """The client's connection ended."""
-
-
-class Outbox:
-    """Frames that wait for the client to read them, bounded."""
-
-    def __init__(self) -> None:
-        self._frames: deque[str] = deque()
-        self._n_bytes = 0
-        self._filled = asyncio.Event()
-
-    def put(self, frame: str) -> None:
-        """Raises SlowReader when the client has left too much unread."""
-        if self._n_bytes + len(frame) > MAX_OUTBOX_BYTES and self._frames:
-            raise SlowReader("Output was not read in time")
-        self.put_last(frame)
-
-    def put_last(self, frame: str) -> None:
-        """Add the frame that ends the session, however much is unread."""
-        self._frames.append(frame)
-        self._n_bytes += len(frame)
-        self._filled.set()
-
-    async def until_filled(self) -> None:
-        while not self._frames:
-            self._filled.clear()
-            await self._filled.wait()
-
-    @property
-    def head(self) -> str:
-        return self._frames[0]
-
-    def drop_head(self) -> None:
-        self._n_bytes -= len(self._frames.popleft())
-
-    def clear(self) -> None:
-        self._frames.clear()
-        self._n_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._frames)
 
 
 class Relay:
@@ -122,39 +82,47 @@ class Relay:
         gateway: Gateway,
         socket: WebSocket,
         dialect: Dialect,
-        session_id: str,
-        request_type: RequestType,
+        opening: Open,
     ) -> None:
         self._gateway = gateway
         self._socket = socket
         self._dialect = dialect
-        self._session_id = session_id
-        self._request_type = request_type
+        self._opening = opening
+        self._session_id = opening.session_id
         self._clock = gateway.clock
-        self._inbox = Inbox(gateway.held)
+        self._inbox = Inbox(gateway.held, answers_chunks=opening.mode == "duplex")
         self._outbox = Outbox()
         self._stop = asyncio.Event()
+        self._asked = asyncio.Event()
+        if opening.mode != "chat":
+            self._asked.set()
+        self._is_answered = False
+        self._tape = Tape(gateway.recorder, opening)
         self._link: WorkerLink | None = None
         self._is_queue_shown = False
         self._n_results = 0
-        self._watch = SessionWatch(gateway.metrics, gateway.config.audio.playback_delay_ms / 1000.0)
+        self._watch = SessionWatch(
+            gateway.metrics, gateway.config.audio.playback_delay_ms / 1000.0, opening.mode
+        )
 
     async def run(self) -> None:
         """Serve the session to its end; returns once the socket has been told to close."""
         started_at = self._clock.monotonic()
-        log.info("session opened request_type=%s", self._request_type)
+        log.info("session opened request_type=%s", self._opening.request_type)
         ending = "stopped"
         try:
             await first_to_end(self._read(), self._write(), self._serve(), self._shutdown())
             await self._finish(None)
         except ClientGone:
-            ending = "stopped" if self._stop.is_set() else "client_gone"
+            is_over = self._stop.is_set() or self._is_answered
+            ending = "stopped" if is_over else "client_gone"
         except Exception as error:  # noqa: BLE001 - the session's edge: whatever it was, it is told
             fault = self._gateway.desk.translate(error, f"session {self._session_id}")
             ending = fault.slug
             await self._finish(fault)
         finally:
             self._inbox.close()
+            self._tape.end(ending)
             self._gateway.metrics.session_ended(ending)
             log.info(
                 "session ended ending=%s results=%d unanswered=%d duration_s=%.1f",
@@ -185,6 +153,9 @@ class Relay:
         try:
             await self._accept(frame, self._clock.monotonic())
         except BadMessage as error:
+            if not self._asked.is_set():
+                # The request is all that a chat session is for.
+                raise
             self._refuse(error)
 
     async def _accept(self, frame: str, arrived_at: float) -> None:
@@ -201,6 +172,8 @@ class Relay:
         self._answer_due()
         if isinstance(command, Stop):
             self._stop.set()
+        elif isinstance(command, Ask):
+            self._asked.set()
 
     async def _write(self) -> None:
         while True:
@@ -221,10 +194,10 @@ class Relay:
         if fault is not None:
             if fault.slug == SlowReader.slug:
                 self._outbox.clear()
-            self._outbox.put_last(self._dialect.failure(fault.slug, fault.message))
+            self._outbox.put_last(self._failure(fault.slug, fault.message))
         code = 1000 if fault is None or fault.ws_close is None else fault.ws_close
         try:
-            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S if self._is_answered else FLUSH_TIMEOUT_S):
                 while self._outbox:
                     await self._send_head()
                 await self._socket.close(code, fault.close_reason if fault else "")
@@ -243,12 +216,13 @@ class Relay:
 
     async def _serve(self) -> None:
         try:
+            await self._until_asked()
             await first_to_end(self._admit(), self._stop.wait())
             if self._stop.is_set():
-                self._outbox.put(self._dialect.stopped())
+                self._put(self._dialect.stopped())
                 return
             assert self._link is not None
-            self._outbox.put(self._dialect.queue_done())
+            self._put(self._dialect.queue_done())
             await first_to_end(
                 self._backward(self._link),
                 self._forward(self._link),
@@ -259,57 +233,38 @@ class Relay:
             if self._link is not None:
                 self._link.retire("client_gone")
 
+    async def _until_asked(self) -> None:
+        """A slot is not taken for somebody who may never ask."""
+        timeout_s = self._gateway.config.duplex.idle_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._asked.wait()
+        except TimeoutError as error:
+            raise SessionTimeout(f"No request has come ({timeout_s:.1f}s)") from error
+
     async def _admit(self) -> None:
         """Wait for a slot and open the session on its worker."""
-        gateway = self._gateway
-        ticket = gateway.queue.join(self._session_id, self._request_type)
-        try:
-            for attempt in range(1, OPEN_ATTEMPTS + 1):
-                lease = await self._wait(ticket)
-                self._link = WorkerLink(lease, gateway.background, gateway.large)
-                try:
-                    opening = Open(self._session_id, "duplex", self._request_type)
-                    # A worker that has frozen would use up the whole time-out of the opening.
-                    await first_to_end(self._link.open(opening), self._link.watch())
-                except (WorkerLost, NoFreeSlot) as error:
-                    self._link.retire("refused")
-                    log.warning("worker refused attempt=%d error=%s", attempt, error)
-                    if attempt == OPEN_ATTEMPTS:
-                        raise
-                    gateway.queue.rejoin(ticket)
-                else:
-                    wait_s = self._clock.monotonic() - ticket.enqueued_at
-                    gateway.metrics.queue_wait_seconds.observe(wait_s)
-                    log.info(
-                        "session assigned worker=%s wait_s=%.1f", self._link.worker_name, wait_s
-                    )
-                    return
-        finally:
-            gateway.queue.leave(ticket)
+        self._link = await admit(self._gateway, self._opening, self._show_place)
 
-    async def _wait(self, ticket: Ticket) -> Lease:
-        queue = self._gateway.queue
-        while (lease := ticket.claim()) is None:
-            ticket.changed.clear()
-            place = queue.place(ticket)
-            if self._is_queue_shown:
-                self._outbox.put(self._dialect.queue_update(place))
-            else:
-                self._is_queue_shown = True
-                self._outbox.put(self._dialect.queued(ticket.ticket_id, place))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(QUEUE_QUIET_S):
-                    await ticket.decided.wait()
-                    continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(QUEUE_UPDATE_S - QUEUE_QUIET_S):
-                    await ticket.changed.wait()
-        return lease
+    def _show_place(self, ticket: Ticket, place: Place) -> None:
+        if self._is_queue_shown:
+            self._put(self._dialect.queue_update(place))
+        else:
+            self._is_queue_shown = True
+            self._put(self._dialect.queued(ticket.ticket_id, place))
 
     async def _forward(self, link: WorkerLink) -> None:
         try:
             while True:
-                await link.send(await self._inbox.get())
+                command, arrived_at = await self._inbox.get()
+                self._tape.took(command, arrived_at, link.worker_index)
+                if self._tape.recording_id is not None:
+                    self._dialect.recorded(self._tape.recording_id)
+                if isinstance(command, Ask):
+                    self._watch.asked(self._clock.monotonic())
+                await link.send(command)
+                # What it holds may be large, and the next one may be long in coming.
+                del command
         except WorkerLost:
             await asyncio.sleep(LAST_WORDS_S)
             raise
@@ -321,20 +276,43 @@ class Relay:
             event = await link.receive()
             match event:
                 case Closed():
-                    if not is_stopped:
+                    if not is_stopped and not self._is_answered:
                         raise WorkerLost(f"The worker ended the session: {event.reason}")
                     return
                 case Failure():
                     self._fail(event)
                 case Result():
                     self._answer(event)
+                case Answered():
+                    await self._give_answer(event)
                 case _:
                     is_stopped |= isinstance(event, Stopped)
-                    if isinstance(event, Prepared):
-                        self._watch.prepared(self._clock.monotonic())
-                    elif isinstance(event, Paused):
-                        self._watch.paused()
+                    self._note(event)
                     self._show(event, 0.0)
+
+    def _note(self, event: Event) -> None:
+        now = self._clock.monotonic()
+        match event:
+            case Prepared():
+                self._watch.prepared(now)
+            case Paused():
+                self._watch.paused()
+            case Generating():
+                self._watch.asked(now)
+            case Delta():
+                self._watch.piece(event.audio, now)
+            case TurnDone():
+                self._watch.answer_done(now)
+
+    async def _give_answer(self, answered: Answered) -> None:
+        self._watch.answer_done(self._clock.monotonic())
+        self._is_answered = True
+        self._tape.gave(answered, 0.0, self._clock.monotonic())
+        frames = await self._gateway.large.run(
+            len(answered.audio), self._dialect.event, answered, 0.0, self._clock.wall()
+        )
+        for frame in frames:
+            self._outbox.put_last(frame)
 
     async def _limit_stop(self) -> None:
         await self._stop.wait()
@@ -342,9 +320,16 @@ class Relay:
         raise WorkerLost("The worker did not end the session in time")
 
     def _show(self, event: Event, wall_clock_ms: float) -> None:
-        frame = self._dialect.event(event, wall_clock_ms, self._clock.wall())
+        self._tape.gave(event, wall_clock_ms, self._clock.monotonic())
+        for frame in self._dialect.event(event, wall_clock_ms, self._clock.wall()):
+            self._outbox.put(frame)
+
+    def _put(self, frame: str | None) -> None:
         if frame is not None:
             self._outbox.put(frame)
+
+    def _failure(self, slug: str, message: str) -> str:
+        return self._dialect.failure(slug, message, self._clock.wall())
 
     def _answer(self, result: Result) -> None:
         chunk = self._inbox.answered(result.seq)
@@ -373,29 +358,13 @@ class Relay:
         if failure.close_code is not None:
             raise WorkerFailure(failure.slug, failure.message, failure.close_code)
         self._gateway.desk.count(failure.slug)
-        self._outbox.put(self._dialect.failure(failure.slug, failure.message))
+        self._tape.gave(failure, 0.0, self._clock.monotonic())
+        self._outbox.put(self._failure(failure.slug, failure.message))
         self._answer_due()
 
     def _refuse(self, error: BadMessage) -> None:
         fault = self._gateway.desk.translate(error, f"session {self._session_id}")
-        self._outbox.put(self._dialect.failure(fault.slug, fault.message))
+        self._outbox.put(self._failure(fault.slug, fault.message))
 
     def _age_ms(self, chunk: Chunk) -> float:
         return (self._clock.monotonic() - chunk.arrived_at) * 1000.0
-
-
-async def first_to_end(*works: Coroutine[Any, Any, object]) -> None:
-    """Run all until one ends, end the others, and raise what the first one raised.
-
-    Where several have ended at once, the earlier argument is believed.
-    """
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        ended = [task for task in tasks if task.done()]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in ended:
-        task.result()

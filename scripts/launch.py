@@ -1,6 +1,7 @@
 """`python -m scripts.launch`: starts gateway and workers, watches them, ends them.
 
 python -m scripts.launch [--http] [--public] [--no-auth] [--detach] [--port N] [--config FILE]
+                         [--lang zh|en] [--static-dir DIR]
 python -m scripts.launch stop | status | restart
 """
 
@@ -82,6 +83,10 @@ class Plan:
     certificate: tuple[Path, Path] | None
     asks_for_key: bool
     workers: tuple[WorkerPlan, ...]
+    lang: str | None = None
+    """Language that pages start in; None = the browser's."""
+    static_dir: Path | None = None
+    """Page tree in place of ours."""
 
     @property
     def url(self) -> str:
@@ -130,8 +135,19 @@ def make_plan(
         check_port_is_free(LOOPBACK, worker.port, remedy)
     uses_tls = is_public and not arguments.http
     certificate = ensure_certificate(ROOT / "certs") if uses_tls else None
-    asks_for_key = bool(config.security.api_keys)
-    return Plan(loaded.source, host, port, certificate, asks_for_key, workers)
+    static_dir = arguments.static_dir.resolve() if arguments.static_dir else None
+    if static_dir is not None and not static_dir.is_dir():
+        raise StartError(f"--static-dir: there is no folder {static_dir}")
+    return Plan(
+        config_path=loaded.source,
+        host=host,
+        port=port,
+        certificate=certificate,
+        asks_for_key=bool(config.security.api_keys),
+        workers=workers,
+        lang=arguments.lang,
+        static_dir=static_dir,
+    )
 
 
 def worker_gpus(config: Config, environment: Mapping[str, str]) -> list[str | None]:
@@ -174,6 +190,10 @@ def service_commands(plan: Plan) -> list[Command]:
     if plan.certificate:
         certificate, key = plan.certificate
         gateway += ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
+    if plan.lang:
+        gateway += ["--lang", plan.lang]
+    if plan.static_dir:
+        gateway += ["--static-dir", str(plan.static_dir)]
     commands = [
         Command("gateway", gateway, _environment(None, {}), f"{plan.local_url}/health"),
     ]
@@ -217,6 +237,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--port", type=int, help="port of the gateway (service.gateway_port)")
     parser.add_argument("--config", type=Path, help="configuration file (config.json)")
+    parser.add_argument("--lang", choices=("zh", "en"), help="language that pages start in")
+    parser.add_argument("--static-dir", type=Path, help="another page tree in place of ours")
     return parser.parse_args(argv)
 
 

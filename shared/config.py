@@ -37,11 +37,7 @@ RETIRED_KEYS = frozenset({"service.eta_streaming_s"})
 
 PENDING_KEYS: Mapping[str, str] = {
     "model.attn_implementation": "the implementation chooses by device",
-    "audio.chat_vocoder": "chat with speech is not served yet",
-    "service.request_timeout": "chat requests are not served yet",
-    "recording.enabled": "sessions are not recorded yet",
-    "recording.session_retention_days": "sessions are not recorded yet",
-    "recording.max_storage_gb": "sessions are not recorded yet",
+    "audio.chat_vocoder": "answers are spoken with token2wav",
 }
 """Accepted keys without an effect so far, with what is missing; a value other than the default
 brings one start-up notice."""
@@ -269,8 +265,12 @@ class RecordingConfig(Section):
     """Recording of sessions."""
 
     enabled: bool = True
-    session_retention_days: int = -1
-    max_storage_gb: float = -1
+    session_retention_days: int = Field(-1, ge=-1, le=36_500)
+    """Older recordings are removed; 0 or -1 = none for its age."""
+    max_storage_gb: float = Field(-1, ge=-1)
+    """Of all recordings together; beyond it the oldest are removed. 0 or -1 = no limit."""
+    max_queue_mb: int = Field(256, ge=1)
+    """What waits for the disk; a session that finds no room in it is not recorded any further."""
 
 
 class SecurityConfig(Section):

@@ -131,6 +131,14 @@ class ForbiddenOrigin(OmniError):
     http_status = 403
 
 
+class AppDisabled(OmniError):
+    """An administrator has switched this app off."""
+
+    slug = "app_disabled"
+    ws_close = 1008
+    http_status = 403
+
+
 class BadSessionId(OmniError):
     """A session id with characters or a length that no file name and no log should carry."""
 
@@ -196,11 +204,11 @@ class WorkerLost(OmniError):
 
 
 class SessionTimeout(OmniError):
-    """A session outlived one of its limits (pause, idle, total length)."""
+    """A session outlived one of its limits (pause, idle, total length, time of an answer)."""
 
     slug = "session_timeout"
     ws_close = 1000
-    http_status = 408
+    http_status = 504
 
 
 class ContextFull(OmniError):
@@ -215,6 +223,36 @@ class VoiceUnavailable(BadMessage):
     """A client brought a voice, and this back end cannot take one."""
 
     slug = "voice_unavailable"
+    http_status = 409
+
+
+class BadVoiceFile(BadMessage):
+    """An uploaded voice that no decoder reads, that is too long, or that holds no sound."""
+
+    slug = "bad_voice_file"
+    http_status = 400
+
+
+class VoiceUnreadable(OmniError):
+    """A voice that the service keeps cannot be read any more."""
+
+    slug = "voice_unreadable"
+    ws_close = None
+
+
+class NoStorage(OmniError):
+    """The place for uploads is full, or the disk does not take them."""
+
+    slug = "no_storage"
+    ws_close = None
+    http_status = 507
+
+
+class RecordingInUse(OmniError):
+    """A recording whose session lives, or that is being finished, cannot be removed."""
+
+    slug = "recording_in_use"
+    ws_close = None
     http_status = 409
 
 
@@ -268,11 +306,18 @@ class CompileCacheError(OmniError):
     slug = "compile_cache_error"
 
 
-def slugs() -> frozenset[str]:
-    """Return every slug there is: the bound on what a metric's label may say."""
-    kinds, found = [OmniError], set[str]()
+def http_statuses() -> dict[str, int]:
+    """Return every slug there is with its status."""
+    kinds, found = [OmniError], dict[str, int]()
     while kinds:
         kind = kinds.pop()
-        found.add(kind.slug)
+        # Kinds that only narrow another one share its slug; the slug's own kind counts.
+        if "slug" in vars(kind):
+            found[kind.slug] = kind.http_status
         kinds += kind.__subclasses__()
-    return frozenset(found)
+    return found
+
+
+def slugs() -> frozenset[str]:
+    """Return every slug there is: the bound on what a metric's label may say."""
+    return frozenset(http_statuses())

@@ -51,6 +51,21 @@ MAX_CHUNK_S: Final = 30.0
 """Longest audio chunk of one message."""
 
 MAX_REFERENCE_VOICE_S: Final = 60.0
+MAX_TURN_S: Final = 30.0
+"""A user's turn of half duplex; what is longer is answered there."""
+
+MAX_CLIP_S: Final = 300.0
+MAX_VIDEO_S: Final = 60.0
+"""A piece of sound and a film in a chat message."""
+
+MAX_STACK_FRAMES: Final = 8
+"""Pictures of each second of a film."""
+
+MAX_CHAT_PARTS: Final = 2048
+MAX_CHAT_CHARS: Final = 200_000
+"""Messages and their parts of one chat request, and its text: what no context holds is refused
+before it occupies a compute thread."""
+
 MAX_IMAGE_PIXELS: Final = 50_000_000
 MAX_IMAGES_PER_CHUNK: Final = 16
 

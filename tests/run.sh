@@ -9,4 +9,5 @@ bash scripts/bootstrap.sh dev
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Every test runs without a network: a model that is missing is a failure, not a download.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-exec .venv/bin/python -m pytest "$@"
+# Each file stays in one process, so that what it starts is started once.
+exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile "$@"

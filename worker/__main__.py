@@ -21,9 +21,9 @@ from shared.errors import ConfigError
 from shared.protocol import Input
 from worker.compiling import CompileParts, Compiling
 from worker.lifecycle import EXIT_START_FAILED, Lifecycle, WorkerSettings
-from worker.models.contract import DuplexModel, Progress
+from worker.models.contract import Model, Progress
 from worker.server import bind, create_app, make_server
-from worker.sessions.duplex import SessionHost, SessionLimits
+from worker.sessions.host import SessionHost, SessionLimits
 from worker.sessions.rehearsal import rehearse, warm_up_inputs
 
 if TYPE_CHECKING:
@@ -66,7 +66,12 @@ def settings_of(config: Config, gpu_id: int | None) -> WorkerSettings:
         gpu_id=gpu_id,
         stuck_after_s=config.service.stuck_after_s,
         drain_timeout_s=config.service.drain_timeout_s,
-        limits=SessionLimits(duplex.pause_timeout, duplex.idle_timeout_s, duplex.max_session_s),
+        limits=SessionLimits(
+            duplex.pause_timeout,
+            duplex.idle_timeout_s,
+            duplex.max_session_s,
+            config.service.request_timeout,
+        ),
     )
 
 
@@ -77,7 +82,7 @@ def compiling_of(config: Config, n_slots: int, completes: bool = False) -> Compi
     return Compiling(make, completes=completes)
 
 
-def builder_of(config: Config, compiling: Compiling) -> Callable[[], DuplexModel]:
+def builder_of(config: Config, compiling: Compiling) -> Callable[[], Model]:
     """Return what makes the configured back end, to be called in the `load_model` stage.
 
     Before anything else, this looks for the compile cache.
@@ -107,14 +112,14 @@ def _compile_parts(config: Config, n_slots: int, environment: Mapping[str, str])
     return parts_of(config, n_slots, environment)
 
 
-def _build_cascade(config: Config, compiler: Compiler) -> DuplexModel:
+def _build_cascade(config: Config, compiler: Compiler) -> Model:
     # Late, as above.
     from worker.models.cascade.model import CascadeModel  # noqa: PLC0415
 
     return CascadeModel(Path(config.service.data_dir), compiler)
 
 
-def _build_minicpmo45(config: Config, compiler: Compiler) -> DuplexModel:
+def _build_minicpmo45(config: Config, compiler: Compiler) -> Model:
     # Late, as above.
     from worker.models.minicpmo45.build import build  # noqa: PLC0415
 

@@ -25,10 +25,11 @@ from worker.engine.engine import Engine
 from worker.engine.gpu_thread import LaneThreads
 from worker.engine.slots import SlotTable
 from worker.metrics import WorkerMetrics
-from worker.models.contract import DuplexModel, Progress
-from worker.sessions.duplex import DuplexSession, SessionHost, SessionLimits
+from worker.models.contract import Model, Progress
 from worker.sessions.failures import WorkerStopping
+from worker.sessions.host import SessionHost, SessionLimits
 from worker.sessions.media import MediaDecoder
+from worker.sessions.session import Session
 from worker.stages import Stages, part_of
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Lifecycle:
     def __init__(
         self,
         settings: WorkerSettings,
-        build: Callable[[], DuplexModel],
+        build: Callable[[], Model],
         warm_up: WarmUp,
         clock: Callable[[], float] = time.monotonic,
         compiling: Compiling | None = None,
@@ -202,7 +203,7 @@ class Lifecycle:
             gpu_id=self.settings.gpu_id,
             model_loaded=is_ready or is_going,
             current_session_id=newest.session_id if newest else None,
-            total_requests=self.metrics.n_units,
+            total_requests=self.metrics.n_requests,
             avg_inference_time_ms=round(self.metrics.mean_unit_ms, 1),
             kv_cache_length=newest.kv_tokens if newest else 0,
             slots_total=self.settings.n_slots,
@@ -284,22 +285,22 @@ class Lifecycle:
         await self._on_lane(compiling.replay, part_of(progress, rehearsed, 1.0))
         await self._on_lane(lambda _: self._finish(host.model), progress)
 
-    def _finish(self, model: DuplexModel) -> None:
+    def _finish(self, model: Model) -> None:
         if self.compiling.is_on:
             # Compiling and capturing have written to slots that no session has cleaned.
             for slot in range(self.settings.n_slots):
                 model.end(model.new_state(slot))
         self.compiling.finish(self.stages.seconds())
 
-    async def _load(self, progress: Progress) -> DuplexModel:
-        def build_and_load(progress: Progress) -> DuplexModel:
+    async def _load(self, progress: Progress) -> Model:
+        def build_and_load(progress: Progress) -> Model:
             model = self._build()
             model.load_model(progress)
             return model
 
         return await self._on_lane(build_and_load, progress)
 
-    def _serve(self, model: DuplexModel) -> SessionHost:
+    def _serve(self, model: Model) -> SessionHost:
         self._engine = Engine(model, self._clock, self.on_fault, self._batch_done)
         self._threads.serve(self._engine)
         self.host = SessionHost(
@@ -399,5 +400,5 @@ class Lifecycle:
             return "healthy", "idle"
         return "healthy", _BUSY_WORDS[sessions[-1].request_type]
 
-    def _sessions(self) -> list[DuplexSession]:
+    def _sessions(self) -> list[Session]:
         return list(self.host.sessions.values()) if self.host else []

@@ -11,7 +11,7 @@ import threading
 from collections import Counter as Tally
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -39,7 +39,11 @@ OP_BUCKETS_S = (
 # fmt: on
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
+ANSWER_BUCKETS_S = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+
 ENDINGS = (
+    "done",
+    "failed",
     "stopped",
     "client_gone",
     "disconnected",
@@ -50,7 +54,8 @@ ENDINGS = (
     "cancelled",
     OTHER,
 )
-"""`stopped` and `client_gone` are the gateway's words; `disconnected` = it has vanished itself."""
+"""`done` and `failed`: chat requests. `stopped` and `client_gone` are the gateway's words;
+`disconnected` = it has vanished itself."""
 
 STAGES = tuple(name.removesuffix("_ms") for name in Timings.__struct_fields__ if name != "total_ms")
 
@@ -98,6 +103,25 @@ class WorkerMetrics:
             "Units whose result came after the next unit was due",
             registry=registry,
         )
+        answers = Counter(
+            "omni_worker_answers", "Whole answers by outcome", ["kind"], registry=registry
+        )
+        self._answers = {
+            kind: answers.labels(kind) for kind in ("turn", "chat", "interrupted", "failed")
+        }
+        self._answer_seconds = Histogram(
+            "omni_worker_answer_seconds",
+            "From a whole turn or chat request to the end of its answer",
+            buckets=ANSWER_BUCKETS_S,
+            registry=registry,
+        )
+        self.first_piece_seconds = Histogram(
+            "omni_worker_first_piece_seconds",
+            "From a whole turn or chat request to the first piece of its answer",
+            buckets=ANSWER_BUCKETS_S,
+            registry=registry,
+        )
+        self._n_answers = 0
         self._batch_ops = Histogram(
             "omni_worker_batch_ops",
             "Ops that ran as one batch, by kind",
@@ -130,6 +154,11 @@ class WorkerMetrics:
         return int(self._unit_sample("_count"))
 
     @property
+    def n_requests(self) -> int:
+        """What has been answered: units, turns and chat requests."""
+        return self.n_units + self._n_answers
+
+    @property
     def mean_unit_ms(self) -> float:
         return 1000.0 * self._unit_sample("_sum") / self.n_units if self.n_units else 0.0
 
@@ -145,6 +174,14 @@ class WorkerMetrics:
 
     def unit_failed(self) -> None:
         self._units["failed"].inc()
+
+    def answer_done(self, kind: Literal["turn", "chat", "interrupted"], took_s: float) -> None:
+        self._answers[kind].inc()
+        self._answer_seconds.observe(took_s)
+        self._n_answers += kind != "interrupted"
+
+    def answer_failed(self) -> None:
+        self._answers["failed"].inc()
 
     def batch_done(self, kind: str, n_ops: int, took_s: float) -> None:
         """Called on compute threads.

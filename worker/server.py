@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Mapping
 
 import msgspec
 import uvicorn
@@ -33,13 +33,16 @@ from shared.protocol import (
     Command,
     Event,
     Failure,
+    Mode,
     Open,
     decode_command,
     encode,
 )
 from worker.lifecycle import Lifecycle
+from worker.sessions.chat import ChatSession
 from worker.sessions.duplex import DuplexSession
 from worker.sessions.failures import CLOSE_INTERNAL, failure_for
+from worker.sessions.half_duplex import HalfDuplexSession
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,12 @@ FLUSH_TIMEOUT_S = 5.0
 """How long the last messages of a session may take to leave."""
 
 CLOSE_PROTOCOL_ERROR = 1002
+
+SESSIONS: Mapping[Mode, type[DuplexSession | HalfDuplexSession | ChatSession]] = {
+    "duplex": DuplexSession,
+    "half_duplex": HalfDuplexSession,
+    "chat": ChatSession,
+}
 
 _encoder = msgspec.json.Encoder()
 
@@ -67,11 +76,15 @@ class Outbox:
     def put(self, event: Event) -> None:
         """Take an event; never waits.
 
+        An event may be larger than the bound (a whole answer with its sound): what counts is what
+        waits behind the one that is being sent.
+
         Raises:
             SlowReader: more is waiting than the client may leave unread.
         """
         frame = encode(event)
-        if self._n_bytes + len(frame) > self._max_bytes:
+        n_waiting = self._n_bytes - len(self._frames[0]) + len(frame) if self._frames else 0
+        if n_waiting > self._max_bytes:
             mib = self._max_bytes / 2**20
             raise SlowReader(f"more than {mib:g} MiB of output waits to be read")
         self._frames.append(frame)
@@ -154,7 +167,8 @@ class Connection:
         host = self._lifecycle.host
         if host is None or not self._lifecycle.accepts_sessions:
             raise NoWorker(f"this worker is {self._lifecycle.state}")
-        session = DuplexSession(host, opening.session_id, opening.request_type, self._outbox.put)
+        make = SESSIONS[opening.mode]
+        session = make(host, opening.session_id, opening.request_type, self._outbox.put)
         return await session.run(self._commands())
 
     async def _receive_open(self) -> Open:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,14 +34,18 @@ class Dialect(Protocol):
             BadMessage: it is JSON but asks for something impossible; the session goes on.
         """
 
-    def queued(self, ticket_id: str, place: Place) -> str: ...
+    # Frames about the queue: None where the client must not hear of it.
+    def queued(self, ticket_id: str, place: Place) -> str | None: ...
 
-    def queue_update(self, place: Place) -> str: ...
+    def queue_update(self, place: Place) -> str | None: ...
 
-    def queue_done(self) -> str: ...
+    def queue_done(self) -> str | None: ...
 
-    def event(self, event: Event, wall_clock_ms: float, sent_at: float) -> str | None:
-        """Return the frame of a worker's event, None for one that this dialect does not show.
+    def recorded(self, recording_id: str) -> None:
+        """The session is recorded under this id, which its client is told when it is fitting."""
+
+    def event(self, event: Event, wall_clock_ms: float, sent_at: float) -> Sequence[str]:
+        """Return the frames of a worker's event; none for one that this dialect does not show.
 
         Args:
             event: any event but `Failure` and `Closed`, which are the relay's to judge.
@@ -49,8 +54,8 @@ class Dialect(Protocol):
         """
 
     def dropped(self, wall_clock_ms: float, sent_at: float) -> str:
-        """Return the answer to a chunk that the gateway had to drop."""
+        """Return what is said of a chunk that the gateway had to drop."""
 
-    def failure(self, slug: str, message: str) -> str: ...
+    def failure(self, slug: str, message: str, sent_at: float) -> str: ...
 
     def stopped(self) -> str: ...

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.context import Gateway, gateway_of
+from gateway.context import Gateway, gateway_of, require_admin
 from shared.config import ExpectedSeconds
 from shared.protocol import RequestType
 
@@ -34,16 +34,12 @@ class EtaChange(BaseModel):
     ema_alpha: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
-def _require_admin(request: Request) -> None:
-    gateway_of(request).guard.check_admin(request)
-
-
 @router.get("/eta")
 async def show_eta(request: Request) -> dict[str, Any]:
     return _report(gateway_of(request))
 
 
-@router.put("/eta", dependencies=[Depends(_require_admin)])
+@router.put("/eta", dependencies=[Depends(require_admin)])
 async def change_eta(request: Request, change: EtaChange) -> dict[str, Any]:
     """Takes effect at once and lasts until the gateway ends; what was learned stays."""
     gateway = gateway_of(request)

@@ -1,4 +1,8 @@
-"""Pages, their files, and the little data they ask for."""
+"""Pages, their files, and the little data they ask for.
+
+Our own tree has one page per kind of app. Another tree (`--static-dir`) may have a folder per app;
+what it has none of is served by its index.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 
 from gateway.context import gateway_of
@@ -14,28 +18,84 @@ from gateway.context import gateway_of
 router = APIRouter()
 
 NO_CACHE = "no-cache"
-APPS = {
-    "omni": ("Omni Full-Duplex", "omni"),
-    "audio_duplex": ("Audio Full-Duplex", "audio-duplex"),
+INDEX = "index.html"
+APP_PAGES = {
+    "turnbased": ("turnbased.html", "chat.html"),
+    "half_duplex_audio": ("half-duplex/half_duplex.html", "half_duplex.html"),
+    "omni": ("omni/omni.html", "duplex.html"),
+    "audio_duplex": ("audio-duplex/audio_duplex.html", "duplex.html"),
 }
-"""app id -> name, folder of its page in a tree that has one page per app."""
+"""app id -> files that may be its page; the first one that is there is."""
+
+MOBILE = "mobile"
+MOBILE_OMNI_PAGES = ("mobile-omni/index.html", *APP_PAGES["omni"])
 
 
 @router.get("/")
-async def index(request: Request) -> FileResponse:
-    return _page(gateway_of(request).static_dir / "index.html")
+async def index(request: Request) -> Response:
+    return _page(request, INDEX)
+
+
+@router.get("/turnbased")
+async def turnbased(request: Request) -> Response:
+    return _app_page(request, "turnbased")
+
+
+@router.get("/half_duplex")
+async def half_duplex(request: Request) -> Response:
+    return _app_page(request, "half_duplex_audio")
 
 
 @router.get("/omni")
-async def omni(request: Request) -> FileResponse:
-    return _page(app_page(gateway_of(request).static_dir, "omni"))
+async def omni(request: Request) -> Response:
+    return _app_page(request, "omni")
 
 
 @router.get("/audio_duplex")
-async def audio_duplex(request: Request) -> FileResponse:
-    return _page(app_page(gateway_of(request).static_dir, "audio_duplex"))
+async def audio_duplex(request: Request) -> Response:
+    return _app_page(request, "audio_duplex")
 
 
+@router.get("/admin")
+async def admin(request: Request) -> Response:
+    return _page(request, "admin.html")
+
+
+@router.get("/mobile-omni")
+async def mobile_omni(request: Request) -> Response:
+    is_enabled = gateway_of(request).apps.is_enabled("omni")
+    return _redirect(request, "/mobile-omni/" if is_enabled else "/")
+
+
+@router.get("/mobile-omni/", include_in_schema=False)
+async def mobile_omni_page(request: Request) -> Response:
+    if not gateway_of(request).apps.is_enabled("omni"):
+        return _redirect(request, "/")
+    return _page(request, *MOBILE_OMNI_PAGES, INDEX)
+
+
+@router.get("/mobile")
+async def mobile(request: Request) -> Response:
+    return _redirect(request, "/mobile/")
+
+
+@router.get("/mobile/", include_in_schema=False)
+async def mobile_page(request: Request) -> Response:
+    """The pages for phones; a tree without them has pages that fit a phone."""
+    if not (gateway_of(request).static_dir / MOBILE / INDEX).is_file():
+        return _redirect(request, "/")
+    return _page(request, f"{MOBILE}/{INDEX}")
+
+
+@router.head("/mobile/{path:path}", include_in_schema=False)
+@router.get("/mobile/{path:path}")
+async def mobile_file(request: Request, path: str) -> Response:
+    if ".." in path.split("/"):
+        raise HTTPException(400, "The path leads out of the page tree")
+    return await static_file(request, f"{MOBILE}/{path}")
+
+
+@router.head("/static/{path:path}", include_in_schema=False)
 @router.get("/static/{path:path}")
 async def static_file(request: Request, path: str) -> Response:
     gateway = gateway_of(request)
@@ -59,34 +119,33 @@ async def favicon(request: Request) -> Response:
     return Response(status_code=204)
 
 
-@router.get("/api/apps")
-async def apps(request: Request) -> dict[str, Any]:
-    """The apps of the page tree; a tree with a single page serves all of them at `/`."""
-    static_dir = gateway_of(request).static_dir
-    return {
-        "apps": [
-            {
-                "app_id": app_id,
-                "name": name,
-                "route": f"/{app_id}" if app_page(static_dir, app_id).parent != static_dir else "/",
-            }
-            for app_id, (name, _) in APPS.items()
-        ]
-    }
-
-
 @router.get("/api/frontend_defaults")
 async def frontend_defaults(request: Request) -> dict[str, Any]:
-    return {"playback_delay_ms": gateway_of(request).config.audio.playback_delay_ms}
+    """What pages start with; `default_lang` only where the gateway was told one."""
+    gateway = gateway_of(request)
+    language = {"default_lang": gateway.default_lang} if gateway.default_lang else {}
+    return {"playback_delay_ms": gateway.config.audio.playback_delay_ms, **language}
 
 
-def app_page(static_dir: Path, app_id: str) -> Path:
-    """Return the page of an app: its own, or else the tree's index."""
-    own = static_dir / APPS[app_id][1] / f"{app_id}.html"
-    return own if own.is_file() else static_dir / "index.html"
+def _app_page(request: Request, app_id: str) -> Response:
+    if not gateway_of(request).apps.is_enabled(app_id):
+        return _redirect(request, "/")
+    return _page(request, *APP_PAGES[app_id], INDEX)
 
 
-def _page(path: Path) -> FileResponse:
-    if not path.is_file():
+def _page(request: Request, *names: str) -> Response:
+    """Answer with the first of these files that the tree has."""
+    path = _first(gateway_of(request).static_dir, names)
+    if path is None:
         raise HTTPException(404, "This installation has no page")
     return FileResponse(path, media_type="text/html", headers={"Cache-Control": NO_CACHE})
+
+
+def _first(static_dir: Path, names: tuple[str, ...]) -> Path | None:
+    return next((path for name in names if (path := static_dir / name).is_file()), None)
+
+
+def _redirect(request: Request, path: str) -> Response:
+    # A key in the address has to arrive; without no-store a page that is enabled again stays lost.
+    query = f"?{request.url.query}" if request.url.query else ""
+    return RedirectResponse(path + query, 302, {"Cache-Control": "no-store"})

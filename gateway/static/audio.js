@@ -1,68 +1,43 @@
-// Microphone, loudspeaker and their levels: one AudioContext at the device's own rate.
+// Microphone and loudspeaker of a live session: one AudioContext at the device's own rate.
 
-const CHUNK_SAMPLES = 16000;
-const VOICE_RATE = 16000;
-const MAX_VOICE_S = 60;
+const RATE = 16000;
 
-export class AudioEngine {
-  // onChunk(samples): one second of 16 kHz mono. onPlayback({bufferedMs, underruns, playing}).
-  // onStateChange(state): the context's. onLost(): the microphone is gone.
-  static async open({ delayMs, volume, onChunk, onPlayback, onStateChange, onLost }) {
-    const engine = new AudioEngine();
-    engine.context = new AudioContext({ latencyHint: "interactive" });
+const WORKLETS = { capture: "./capture-worklet.js", playback: "./playback-worklet.js" };
+
+export class Microphone {
+  // onChunk(samples): so many samples of 16 kHz mono. onLost(): the device is gone.
+  static async open(context, { chunkSamples, deviceId, onChunk, onLost }) {
+    const microphone = new Microphone();
+    microphone.stream = await navigator.mediaDevices.getUserMedia({
+      audio: {
+        channelCount: 1,
+        echoCancellation: true,
+        noiseSuppression: true,
+        autoGainControl: true,
+        ...(deviceId && { deviceId: { exact: deviceId } }),
+      },
+    });
     try {
-      engine.microphone = await navigator.mediaDevices.getUserMedia({
-        audio: { channelCount: 1, echoCancellation: true, noiseSuppression: true, autoGainControl: true },
-      });
-      await engine.context.audioWorklet.addModule("static/capture-worklet.js");
-      await engine.context.audioWorklet.addModule("static/playback-worklet.js");
-      await engine.context.resume();
+      await addWorklet(context, "capture");
     } catch (error) {
-      engine.close();
+      microphone.close();
       throw error;
     }
-    engine.connect(delayMs, volume, onChunk, onPlayback);
-    engine.microphone.getAudioTracks()[0].onended = onLost;
-    engine.context.onstatechange = () => onStateChange(engine.context.state);
-    return engine;
+    microphone.connect(context, chunkSamples, onChunk);
+    microphone.stream.getAudioTracks()[0].onended = onLost;
+    return microphone;
   }
 
-  connect(delayMs, volume, onChunk, onPlayback) {
-    const { context } = this;
-    const source = context.createMediaStreamSource(this.microphone);
+  connect(context, chunkSamples, onChunk) {
+    const source = context.createMediaStreamSource(this.stream);
     this.capture = new AudioWorkletNode(context, "capture", {
       numberOfOutputs: 0,
-      processorOptions: { chunkSamples: CHUNK_SAMPLES },
+      processorOptions: { chunkSamples },
     });
     this.capture.port.onmessage = ({ data }) => onChunk(data.samples);
-    this.playback = new AudioWorkletNode(context, "playback", {
-      numberOfInputs: 0,
-      outputChannelCount: [1],
-      processorOptions: { delayMs },
-    });
-    this.playback.port.onmessage = ({ data }) => onPlayback(data);
-    this.gain = new GainNode(context, { gain: volume });
-    this.inputMeter = new AnalyserNode(context, { fftSize: 1024 });
-    this.outputMeter = new AnalyserNode(context, { fftSize: 1024 });
+    this.meter = new AnalyserNode(context, { fftSize: 1024 });
     source.connect(this.capture);
-    source.connect(this.inputMeter);
-    this.playback.connect(this.gain).connect(this.outputMeter).connect(context.destination);
-  }
-
-  play(samples) {
-    this.playback.port.postMessage({ samples }, [samples.buffer]);
-  }
-
-  endTurn() {
-    this.playback.port.postMessage({ end: true });
-  }
-
-  flush() {
-    this.playback.port.postMessage({ flush: true });
-  }
-
-  set volume(value) {
-    this.gain.gain.value = value;
+    source.connect(this.meter);
   }
 
   // Muted, the microphone goes on as silence: the model's clock is the stream of chunks.
@@ -70,25 +45,84 @@ export class AudioEngine {
     this.capture.port.postMessage({ muted: value });
   }
 
+  level() {
+    return level(this.meter);
+  }
+
+  close() {
+    this.stream.getTracks().forEach((track) => track.stop());
+  }
+}
+
+export class Speaker {
+  // onPlayback({bufferedMs, underruns, playing}).
+  static async open(context, { delayMs, volume, onPlayback }) {
+    await addWorklet(context, "playback");
+    const speaker = new Speaker();
+    speaker.node = new AudioWorkletNode(context, "playback", {
+      numberOfInputs: 0,
+      outputChannelCount: [1],
+      processorOptions: { delayMs },
+    });
+    speaker.node.port.onmessage = ({ data }) => onPlayback(data);
+    speaker.gain = new GainNode(context, { gain: volume });
+    speaker.meter = new AnalyserNode(context, { fftSize: 1024 });
+    speaker.node.connect(speaker.gain).connect(speaker.meter).connect(context.destination);
+    return speaker;
+  }
+
+  // samples: 24 kHz; the array is given away.
+  play(samples) {
+    this.node.port.postMessage({ samples }, [samples.buffer]);
+  }
+
+  endTurn() {
+    this.node.port.postMessage({ end: true });
+  }
+
+  flush() {
+    this.node.port.postMessage({ flush: true });
+  }
+
+  set volume(value) {
+    this.gain.gain.value = value;
+  }
+
+  level() {
+    return level(this.meter);
+  }
+}
+
+export class AudioEngine {
+  // Options of Microphone and Speaker, and onStateChange(state): the context's.
+  static async open({ onStateChange, ...options }) {
+    const engine = new AudioEngine();
+    engine.context = new AudioContext({ latencyHint: "interactive" });
+    try {
+      engine.microphone = await Microphone.open(engine.context, options);
+      engine.speaker = await Speaker.open(engine.context, options);
+      await engine.context.resume();
+    } catch (error) {
+      engine.close();
+      throw error;
+    }
+    engine.context.onstatechange = () => onStateChange(engine.context.state);
+    return engine;
+  }
+
   resume() {
     return this.context.resume();
   }
 
-  inputLevel() {
-    return level(this.inputMeter);
-  }
-
-  outputLevel() {
-    return level(this.outputMeter);
-  }
-
   close() {
-    this.microphone?.getTracks().forEach((track) => track.stop());
-    if (this.context) {
-      this.context.onstatechange = null;
-      if (this.context.state !== "closed") this.context.close();
-    }
+    this.microphone?.close();
+    this.context.onstatechange = null;
+    if (this.context.state !== "closed") this.context.close();
   }
+}
+
+function addWorklet(context, name) {
+  return context.audioWorklet.addModule(new URL(WORKLETS[name], import.meta.url));
 }
 
 // 0 (silent) .. 1 (loud), from the root mean square in decibels.
@@ -99,11 +133,11 @@ function level(meter) {
   return Math.min(1, Math.max(0, (10 * Math.log10(power + 1e-9) + 55) / 45));
 }
 
-// Any audio file the browser can decode -> 16 kHz mono, at most a minute.
-export async function readVoice(file) {
-  const context = new OfflineAudioContext(1, 1, VOICE_RATE);
+// Any audio file that the browser can decode -> 16 kHz mono, cut after `maxS` seconds.
+export async function readAudioFile(file, maxS) {
+  const context = new OfflineAudioContext(1, 1, RATE);
   const buffer = await context.decodeAudioData(await file.arrayBuffer());
-  const mono = new Float32Array(Math.min(buffer.length, MAX_VOICE_S * VOICE_RATE));
+  const mono = new Float32Array(Math.min(buffer.length, maxS * RATE));
   for (let channel = 0; channel < buffer.numberOfChannels; channel += 1) {
     const samples = buffer.getChannelData(channel);
     for (let i = 0; i < mono.length; i += 1) mono[i] += samples[i] / buffer.numberOfChannels;

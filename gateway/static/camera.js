@@ -1,6 +1,6 @@
 // The camera: a preview, and one JPEG whenever a chunk of audio goes out.
 
-import { bytesToBase64 } from "./session.js";
+import { bytesToBase64 } from "./codec.js";
 
 const JPEG_QUALITY = 0.7;
 const MAX_SIDE = 1280;
@@ -16,10 +16,17 @@ export class Camera {
     return this.stream !== null;
   }
 
-  async start() {
-    this.stream = await navigator.mediaDevices.getUserMedia({
-      video: { width: { ideal: 1280 }, height: { ideal: 720 }, facingMode: "user" },
+  // deviceId: "" is the browser's choice. The camera that was on is let go.
+  async start(deviceId) {
+    const stream = await navigator.mediaDevices.getUserMedia({
+      video: {
+        width: { ideal: 1280 },
+        height: { ideal: 720 },
+        ...(deviceId ? { deviceId: { exact: deviceId } } : { facingMode: "user" }),
+      },
     });
+    this.stop();
+    this.stream = stream;
     this.video.srcObject = this.stream;
     this.video.hidden = false;
     await this.video.play();

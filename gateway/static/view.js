@@ -1,156 +1,80 @@
-// What the page shows. Takes plain values, knows neither session nor audio.
+// What all live pages show. Takes plain values, knows neither session nor audio.
+//
+// A message to people is a string as it stands (what the service says), or [key, values] of a text.
 
-const MAX_BARS = 60;
-const DEADLINE_MS = 1000;
-const MEDIAN_OVER = 30;
+import { setPlain, setText, t } from "./i18n.js";
 
-const IDLE_HINT = "Press Start and talk. You can interrupt at any time.";
-const RUNNING_HINT = matchMedia("(hover: hover)").matches
-  ? "Keys: Esc interrupts, P pauses, M mutes."
-  : "Just talk. You can interrupt at any time.";
+export const byId = (id) => document.getElementById(id);
 
-const $ = (id) => document.getElementById(id);
-
-export function showState(state, text) {
+export function showState(state, key = `state.${state}`, values = undefined) {
   document.body.dataset.state = state;
-  if ($("state").textContent !== text) $("state").textContent = text;
+  setText(byId("state"), key, values);
 }
 
-export function showProblem(text) {
-  $("problem").textContent = text ?? "";
-  $("problem").hidden = !text;
+// place: a `queued` or `queue_update` message.
+export function showQueue({ position, estimated_wait_s: seconds, state }) {
+  const key = state === "starting" ? "state.starting" : "state.queued";
+  const wait = seconds > 0 ? formatWait(seconds) : null;
+  showState("queued", wait ? `${key}_wait` : key, { position, wait });
 }
 
-export function showNote(text) {
-  $("note").textContent = text ?? "";
-  $("note").hidden = !text;
+// Without a message the box goes away.
+export function showProblem(...messages) {
+  fill(byId("problem"), messages.filter(Boolean));
+}
+
+export function showNote(...messages) {
+  fill(byId("note"), messages.filter(Boolean));
 }
 
 export function showLevel(level) {
-  $("orb").style.setProperty("--level", level.toFixed(3));
+  byId("orb").style.setProperty("--level", level.toFixed(3));
 }
 
-export function showControls({ running, live, paused, muted }) {
-  const pressed = document.activeElement;
-  $("start").hidden = running;
-  $("stop").hidden = !running;
-  // A hidden button loses the focus, and the keyboard its place on the page.
-  if (pressed === $("start") || pressed === $("stop")) $(running ? "stop" : "start").focus();
-  $("interrupt").disabled = !live || paused;
-  $("pause").disabled = !live;
-  $("pause").textContent = paused ? "Resume" : "Pause";
-  $("mute").disabled = !running;
-  $("mute").setAttribute("aria-pressed", String(muted));
-  $("hint").textContent = running ? RUNNING_HINT : IDLE_HINT;
+// A hidden button loses the focus, and the keyboard its place on the page.
+export function swapButtons(shown, hidden) {
+  const hadFocus = document.activeElement === hidden;
+  hidden.hidden = true;
+  shown.hidden = false;
+  if (hadFocus) shown.focus();
 }
 
-export class Captions {
-  constructor() {
-    this.box = $("captions");
-    this.empty = this.box.querySelector(".empty");
-    this.open = null;
-  }
-
-  clear() {
-    this.box.replaceChildren(this.empty);
-    this.open = null;
-  }
-
-  // Text of one side; what follows without a change of sides goes on in the same bubble.
-  add(who, text) {
-    if (this.open?.dataset.side !== who) this.start(who);
-    this.open.append(needsSpace(who, this.open.textContent, text) ? ` ${text}` : text);
-    this.box.scrollTop = this.box.scrollHeight;
-  }
-
-  start(who) {
-    this.empty.remove();
-    this.open = document.createElement("p");
-    this.open.className = `bubble ${who}`;
-    this.open.dataset.side = who;
-    this.open.dataset.who = who === "you" ? "You" : "Assistant";
-    this.box.append(this.open);
-  }
-
-  endTurn({ interrupted = false } = {}) {
-    if (interrupted && this.open?.dataset.side === "assistant") this.open.classList.add("cut");
-    this.open = null;
-  }
+// Draws every frame until `next()` is null.
+export function drawLevels(next) {
+  const draw = () => {
+    const level = next();
+    if (level === null) return;
+    showLevel(level);
+    requestAnimationFrame(draw);
+  };
+  draw();
 }
 
-// Captions of the user are whole phrases. The assistant's pieces bring their own spaces, except
-// where a new sentence begins.
-function needsSpace(who, before, after) {
-  if (!before) return false;
-  return who === "you" || (/[.!?…]$/.test(before) && /^[\p{L}\p{N}]/u.test(after));
+export function isTyping(target) {
+  return target.closest("textarea, select, input:not([type=checkbox]):not([type=range])") !== null;
 }
 
-export class Timeline {
-  constructor() {
-    this.list = $("timeline");
-    this.reset();
-  }
-
-  reset() {
-    this.list.replaceChildren();
-    this.unitTimes = [];
-    this.trips = [];
-    this.counts = { units: 0, dropped: 0 };
-    for (const id of ["f-unit", "f-median", "f-trip", "f-context"]) $(id).textContent = "–";
-    this.showCounts();
-    this.list.setAttribute("aria-label", "No units yet");
-    this.showPlayback({ bufferedMs: 0, underruns: 0 });
-  }
-
-  // A chunk that never left: the connection takes less than the microphone gives.
-  drop() {
-    this.counts.dropped += 1;
-    this.showCounts();
-  }
-
-  showCounts() {
-    $("f-units").textContent = this.counts.units;
-    $("f-dropped").textContent = this.counts.dropped;
-  }
-
-  // result: a session's result message.
-  add(result) {
-    const ms = result.wall_clock_ms ?? result.roundTripMs ?? 0;
-    const kind = result.dropped ? "lost" : result.interrupted ? "cut" : result.is_listen ? "listen" : "speak";
-    const bar = document.createElement("li");
-    bar.className = kind;
-    bar.style.setProperty("--share", String(Math.min(1, ms / DEADLINE_MS)));
-    bar.title = `${kind}, ${Math.round(ms)} ms`;
-    this.list.append(bar);
-    if (this.list.children.length > MAX_BARS) this.list.firstElementChild.remove();
-    this.counts.units += 1;
-    this.counts.dropped += result.dropped ? 1 : 0;
-    remember(this.unitTimes, ms);
-    if (result.roundTripMs !== null) remember(this.trips, result.roundTripMs);
-    this.showFigures(kind, ms, result.kv_cache_length);
-  }
-
-  showFigures(kind, ms, contextTokens) {
-    $("f-unit").textContent = `${Math.round(ms)} ms`;
-    $("f-median").textContent = `${Math.round(median(this.unitTimes))} ms`;
-    $("f-trip").textContent = this.trips.length ? `${Math.round(median(this.trips))} ms` : "–";
-    $("f-context").textContent = contextTokens ?? "–";
-    this.showCounts();
-    this.list.setAttribute("aria-label", `${this.counts.units} units, the last one: ${kind}, ${Math.round(ms)} ms`);
-  }
-
-  showPlayback({ bufferedMs, underruns }) {
-    $("f-buffer").textContent = `${bufferedMs} ms`;
-    $("f-underruns").textContent = underruns;
-  }
+export function onKeys(actions) {
+  document.addEventListener("keydown", ({ key, target, ctrlKey, metaKey, altKey, repeat }) => {
+    if (ctrlKey || metaKey || altKey || repeat || isTyping(target)) return;
+    // Capitals too: Caps Lock is no reason not to be heard.
+    actions[key.toLowerCase()]?.();
+  });
 }
 
-function remember(values, value) {
-  values.push(value);
-  if (values.length > MEDIAN_OVER) values.shift();
+function fill(box, messages) {
+  box.replaceChildren(...messages.flatMap((message, i) => (i ? [" ", part(message)] : [part(message)])));
+  box.hidden = !messages.length;
 }
 
-function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  return sorted[Math.floor(sorted.length / 2)];
+function part(message) {
+  const element = document.createElement("span");
+  if (typeof message === "string") setPlain(element, message);
+  else setText(element, ...message);
+  return element;
+}
+
+function formatWait(seconds) {
+  if (seconds < 90) return t("wait.seconds", { n: Math.round(seconds) });
+  return t("wait.minutes", { n: Math.round(seconds / 60) });
 }

@@ -45,7 +45,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def test_a_spoken_question_is_heard_and_answered_aloud(
     browser: Browser, running_service: RunningService
 ) -> None:
-    with visit(browser, running_service.http_url) as opened:
+    with visit(browser, f"{running_service.http_url}/omni") as opened:
         page = opened.page
         page.click("#start")
         opened.wait_for_state("speaking", timeout_s=ANSWER_TIMEOUT_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,22 +43,13 @@ def service(scenario: Scenario) -> Iterator[Service]:
 
 @pytest.fixture
 def open_page(browser: Browser, service: Service) -> Iterator[Visit]:
-    with visit(browser, service.http_url) as opened:
+    with visit(browser, f"{service.http_url}/omni") as opened:
         yield opened
 
 
 def chunk_rms(message: dict[str, str]) -> float:
     samples = np.frombuffer(base64.b64decode(message["audio_base64"]), "<f4")
     return float(np.sqrt(np.mean(samples**2)))
-
-
-def wait_until(opened: Visit, condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    """Let the browser run until the condition holds."""
-    for _ in range(round(timeout_s * 20)):
-        if condition():
-            return
-        opened.page.wait_for_timeout(50)
-    raise AssertionError("still not so")
 
 
 def figure(opened: Visit, name: str) -> str:
@@ -74,7 +65,7 @@ def test_a_spoken_question_is_answered_aloud_with_captions_of_both_sides(
 
     page.click("#start")
     open_page.wait_for_state("speaking")
-    wait_until(open_page, lambda: "on the Seine." in page.inner_text("#captions"))
+    open_page.wait_until(lambda: "on the Seine." in page.inner_text("#captions"))
     open_page.wait_for_state("listening")
 
     assert page.inner_text(".bubble.you") == "What is the capital of France?"
@@ -88,7 +79,7 @@ def test_a_spoken_question_is_answered_aloud_with_captions_of_both_sides(
 
 def test_the_microphone_arrives_as_seconds_of_16_khz(open_page: Visit, scenario: Scenario) -> None:
     open_page.page.click("#start")
-    wait_until(open_page, lambda: len(scenario.of_type("audio_chunk")) >= 3)
+    open_page.wait_until(lambda: len(scenario.of_type("audio_chunk")) >= 3)
 
     chunks = scenario.of_type("audio_chunk")
     assert {len(chunk["audio_base64"]) for chunk in chunks} == {85_336}
@@ -129,14 +120,14 @@ def test_the_interrupt_key_silences_at_once_and_tells_the_server(
     assert figure(open_page, "buffer") == "0 ms"
     assert open_page.state() == "listening"
     assert len(scenario.of_type("interrupt")) == 1
-    wait_until(open_page, lambda: any("force_listen" in c for c in scenario.of_type("audio_chunk")))
+    open_page.wait_until(lambda: any("force_listen" in c for c in scenario.of_type("audio_chunk")))
     assert page.locator("#timeline li.cut").count() <= 1
 
 
 def test_pause_holds_the_microphone_until_resume(open_page: Visit, scenario: Scenario) -> None:
     page = open_page.page
     page.click("#start")
-    wait_until(open_page, lambda: bool(scenario.of_type("audio_chunk")))
+    open_page.wait_until(lambda: bool(scenario.of_type("audio_chunk")))
 
     page.click("#pause")
     open_page.wait_for_state("paused")
@@ -147,17 +138,17 @@ def test_pause_holds_the_microphone_until_resume(open_page: Visit, scenario: Sce
     open_page.wait_for_state("listening", "speaking")
 
     assert n_paused == n_before
-    wait_until(open_page, lambda: len(scenario.of_type("audio_chunk")) > n_paused)
+    open_page.wait_until(lambda: len(scenario.of_type("audio_chunk")) > n_paused)
 
 
 def test_muted_the_microphone_goes_on_as_silence(open_page: Visit, scenario: Scenario) -> None:
     page = open_page.page
     page.click("#start")
-    wait_until(open_page, lambda: bool(scenario.of_type("audio_chunk")))
+    open_page.wait_until(lambda: bool(scenario.of_type("audio_chunk")))
 
     page.keyboard.press("m")
     n_before = len(scenario.of_type("audio_chunk"))
-    wait_until(open_page, lambda: len(scenario.of_type("audio_chunk")) >= n_before + 3)
+    open_page.wait_until(lambda: len(scenario.of_type("audio_chunk")) >= n_before + 3)
 
     assert page.get_attribute("#mute", "aria-pressed") == "true"
     assert chunk_rms(scenario.of_type("audio_chunk")[-1]) == 0.0
@@ -166,7 +157,7 @@ def test_muted_the_microphone_goes_on_as_silence(open_page: Visit, scenario: Sce
 def test_the_camera_sends_one_jpeg_with_each_chunk(open_page: Visit, scenario: Scenario) -> None:
     open_page.page.check("#camera")
     open_page.page.click("#start")
-    wait_until(open_page, lambda: len(scenario.of_type("audio_chunk")) >= 2)
+    open_page.wait_until(lambda: len(scenario.of_type("audio_chunk")) >= 2)
 
     for chunk in scenario.of_type("audio_chunk")[:2]:
         (frame,) = chunk["frame_base64_list"]
@@ -176,10 +167,10 @@ def test_the_camera_sends_one_jpeg_with_each_chunk(open_page: Visit, scenario: S
 def test_stop_ends_the_session_and_allows_a_new_one(open_page: Visit, scenario: Scenario) -> None:
     page = open_page.page
     page.click("#start")
-    wait_until(open_page, lambda: bool(scenario.of_type("audio_chunk")))
+    open_page.wait_until(lambda: bool(scenario.of_type("audio_chunk")))
     page.click("#stop")
     open_page.wait_for_state("ended")
-    wait_until(open_page, lambda: bool(scenario.of_type("stop")))
+    open_page.wait_until(lambda: bool(scenario.of_type("stop")))
 
     page.click("#start")
 
@@ -258,14 +249,14 @@ def test_a_new_session_begins_with_empty_captions_and_figures(
 ) -> None:
     page = open_page.page
     page.click("#start")
-    wait_until(open_page, lambda: figure(open_page, "units") != "0")
+    open_page.wait_until(lambda: figure(open_page, "units") != "0")
     page.click("#stop")
     scenario.stays_queued = True
 
     page.click("#start")
 
     assert page.is_visible("#captions .empty")
-    wait_until(open_page, lambda: figure(open_page, "units") == "0")
+    open_page.wait_until(lambda: figure(open_page, "units") == "0")
     assert figure(open_page, "median") == "–"
 
 
@@ -310,7 +301,7 @@ def test_a_voice_sample_is_sent_as_16_khz(open_page: Visit, scenario: Scenario) 
 def test_a_page_from_another_machine_without_https_explains_what_to_do(
     browser: Browser, service: Service
 ) -> None:
-    address = f"http://omni.localtest:{service.port}"
+    address = f"http://omni.localtest:{service.port}/omni"
 
     with visit(browser, address) as opened:
         problem = opened.page.inner_text("#problem")
@@ -323,17 +314,17 @@ def test_a_page_from_another_machine_without_https_explains_what_to_do(
 
 
 def test_a_key_in_the_address_does_not_stay_there(browser: Browser, service: Service) -> None:
-    with visit(browser, f"{service.http_url}/?api_key=secret&x=1") as opened:
+    with visit(browser, f"{service.http_url}/omni?api_key=secret&x=1") as opened:
         opened.page.wait_for_function("!location.search.includes('secret')")
 
-        assert opened.page.url == f"{service.http_url}/?x=1"
+        assert opened.page.url == f"{service.http_url}/omni?x=1"
 
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
 def test_nothing_sticks_out_of_the_window(
     browser: Browser, service: Service, viewport: dict[str, int]
 ) -> None:
-    with visit(browser, service.http_url, viewport) as opened:
+    with visit(browser, f"{service.http_url}/omni", viewport) as opened:
         opened.page.click(".settings summary")
         width = opened.page.evaluate("document.documentElement.scrollWidth")
         tall = opened.page.evaluate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import which
@@ -15,7 +15,7 @@ from shared.audio import read_wav, write_wav
 
 CHROMIUM = which("chromium")
 DESKTOP: ViewportSize = {"width": 1280, "height": 860}
-PHONE: ViewportSize = {"width": 375, "height": 740}
+PHONE: ViewportSize = {"width": 360, "height": 740}
 
 FLAGS = [
     "--no-sandbox",
@@ -72,10 +72,22 @@ class Visit:
         selector = ", ".join(f"body[data-state={state}]" for state in states)
         self.page.wait_for_selector(selector, timeout=1000 * timeout_s)
 
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
+        """Let the browser run until the condition holds."""
+        for _ in range(round(timeout_s * 20)):
+            if condition():
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError("still not so")
+
 
 @contextlib.contextmanager
-def visit(browser: Browser, url: str, viewport: ViewportSize = DESKTOP) -> Iterator[Visit]:
-    context = browser.new_context(viewport=viewport, permissions=["microphone", "camera"])
+def visit(
+    browser: Browser, url: str, viewport: ViewportSize = DESKTOP, locale: str = "en-US"
+) -> Iterator[Visit]:
+    context = browser.new_context(
+        viewport=viewport, permissions=["microphone", "camera"], locale=locale
+    )
     try:
         page = context.new_page()
         opened = Visit(page)

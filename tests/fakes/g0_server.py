@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import uvicorn
-from fastapi import FastAPI, Response, WebSocket, WebSocketDisconnect
-from fastapi.responses import FileResponse
-from fastapi.staticfiles import StaticFiles
+from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 
-STATIC = Path(__file__).parents[2] / "gateway" / "static"
+from tests.fakes.page_routes import PageData, page_routes
+from tests.fakes.turn_sockets import HalfDuplex, TurnScenario, answer_chat
+
 LOUD_RMS = 0.01
 ANSWER_UNITS = 3
 WORDS = ("The capital of France ", "is Paris, a city ", "on the Seine.")
@@ -44,13 +44,22 @@ class Scenario:
     """The chunk (from 1) that is answered with an error; the session goes on."""
     close_after_chunks: int | None = None
     says_why: bool = True
+    recording: str | None = None
+    pages: PageData = field(default_factory=PageData)
+    turns: TurnScenario = field(default_factory=TurnScenario)
+    session_ids: list[str] = field(default_factory=list)
     received: list[dict[str, Any]] = field(default_factory=list, repr=False)
     authorization: list[str | None] = field(default_factory=list)
 
     def prepared(self) -> dict[str, Any]:
         if self.prepare_error is not None:
             return {"type": "error", "error": self.prepare_error, "slug": "bad_audio"}
-        return {"type": "prepared", "prompt_length": 28, "ignored": self.ignored}
+        message = {"type": "prepared", "prompt_length": 28, "ignored": self.ignored}
+        return (
+            message
+            if self.recording is None
+            else message | {"recording_session_id": self.recording}
+        )
 
     def of_type(self, kind: str) -> list[dict[str, Any]]:
         return [message for message in self.received if message["type"] == kind]
@@ -123,27 +132,29 @@ REPLIES = {"pause": "paused", "resume": "resumed", "interrupt": "interrupted", "
 def make_app(scenario: Scenario) -> FastAPI:
     app = FastAPI()
 
-    @app.get("/")
-    async def index() -> FileResponse:
-        return FileResponse(STATIC / "index.html")
-
-    @app.get("/api/frontend_defaults")
-    async def frontend_defaults() -> dict[str, int]:
-        return {"playback_delay_ms": 200}
-
-    @app.get("/favicon.ico")
-    async def favicon() -> Response:
-        return Response(status_code=204)
-
-    app.mount("/static", StaticFiles(directory=STATIC))
+    app.include_router(page_routes(scenario.pages))
 
     @app.websocket("/ws/duplex/{session_id}")
     async def duplex(socket: WebSocket, session_id: str) -> None:
         scenario.authorization.append(socket.headers.get("authorization"))
+        scenario.session_ids.append(session_id)
         await socket.accept()
         # A peer that goes away without a goodbye is part of every test.
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             await converse(socket, scenario)
+
+    @app.websocket("/ws/half_duplex/{session_id}")
+    async def half_duplex(socket: WebSocket, session_id: str) -> None:
+        scenario.session_ids.append(session_id)
+        await socket.accept()
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+            await HalfDuplex(socket, scenario.turns).converse(scenario.received.append)
+
+    @app.websocket("/ws/chat")
+    async def chat(socket: WebSocket) -> None:
+        await socket.accept()
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+            await answer_chat(socket, scenario.turns)
 
     return app
 

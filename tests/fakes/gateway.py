@@ -46,12 +46,10 @@ class Running:
 
     def dial(self, session_id: str = "omni_test", **options: Any) -> connect:
         query = options.pop("query", "")
-        return connect(
-            f"ws://127.0.0.1:{self.port}/ws/duplex/{session_id}{query}",
-            proxy=None,
-            max_size=None,
-            **options,
-        )
+        return self.dial_path(f"/ws/duplex/{session_id}{query}", **options)
+
+    def dial_path(self, path: str, **options: Any) -> connect:
+        return connect(f"ws://127.0.0.1:{self.port}{path}", proxy=None, max_size=None, **options)
 
     async def until_ready(self, n_workers: int = 1) -> None:
         await wait_until(lambda: self.gateway.pool.n_ready >= n_workers)
@@ -66,7 +64,7 @@ async def run_gateway(
 ) -> AsyncIterator[Running]:
     addresses = [w if isinstance(w, Address) else w.address for w in workers]
     options = {} if static_dir is None else {"static_dir": static_dir}
-    app = create_app(config or Config(), addresses, **options)
+    app = create_app(quiet(config or Config()), addresses, **options)
     server = build_server(app, "127.0.0.1", 0)
     serving = asyncio.create_task(server.serve())
     await wait_until(lambda: server.started)
@@ -78,6 +76,14 @@ async def run_gateway(
     finally:
         server.should_exit = True
         await serving
+
+
+def quiet(config: Config) -> Config:
+    """Record nothing unless the test says so: its folder would be the working directory's."""
+    if "recording" in config.model_fields_set:
+        return config
+    off = config.recording.model_copy(update={"enabled": False})
+    return config.model_copy(update={"recording": off})
 
 
 class Talker:

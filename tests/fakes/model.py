@@ -1,26 +1,43 @@
-"""A back end without weights, typed against the contract: `DuplexModel` for engine, session
-and server tests. Importable without torch.
+"""A back end without weights, typed against the contract: `Model` for engine, session and server
+tests. Importable without torch.
 
 A unit whose samples are loud (peak >= 0.5) is answered with text and speech, a silent one with
 listen. Every program touches the slot only through ops, and an op on a slot that has been
 cleaned is an error, so a slot given away too early fails the test that did it.
+
+Turns and chat requests are answered with `n_pieces` pieces, one `write` op each, and one `speak` op
+each if they have sound. A window of 512 loud samples is speech. Words that make a question fail:
+"fail" (an error of the model), "too long" (a refusal).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import ContextFull, EngineFault, ModelLoadError
+from shared.errors import BadMessage, ContextFull, EngineFault, ModelLoadError
 from worker.engine.contract import Emit, Op, Program
-from worker.models.contract import DuplexModel, PreparedInfo, Progress, Prompt, Unit, UnitResult
+from worker.models.contract import (
+    ChatQuestion,
+    Model,
+    Piece,
+    PreparedInfo,
+    Progress,
+    Prompt,
+    Taken,
+    TurnPrompt,
+    Unit,
+    UnitResult,
+    WholeAnswer,
+)
 
 UNIT_SAMPLES = 160
+VAD_WINDOW = 512
 LANGUAGE = "language"
 SPEECH = "speech"
 
@@ -33,6 +50,14 @@ class FakeState:
     speaking: bool = False
     interrupted: bool = False
     finalized: int = 0
+    questions: list[ChatQuestion] = field(default_factory=list)
+    systems: list[TurnPrompt] = field(default_factory=list)
+    turns: list[NDArray[np.float32]] = field(default_factory=list)
+    """What was said to it, turn by turn."""
+    said: list[str] = field(default_factory=list)
+    """Its own pieces."""
+    unheard: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Less than a window of the voice detector."""
     ended: bool = False
 
 
@@ -44,6 +69,9 @@ class FakeDuplexModel:
     fail_stage: str | None = None
     fail_units: frozenset[int] = frozenset()
     """Unit programs with these indices end with an error before they emit."""
+    fail_turns: frozenset[int] = frozenset()
+    """Turns (from 0) that fail after their first piece."""
+    n_pieces: int = 3
     full_from: int | None = None
     """From this unit on the context is full."""
     fail_end: bool = False
@@ -68,6 +96,9 @@ class FakeDuplexModel:
             "think": LANGUAGE,
             "finalize": LANGUAGE,
             "speak": SPEECH,
+            "read": LANGUAGE,
+            "write": LANGUAGE,
+            "hear": SPEECH,
         }
 
     @property
@@ -117,6 +148,9 @@ class FakeDuplexModel:
             return np.full(self.speech_samples, 0.25, np.float32)
         if kind == "finalize":
             state.finalized += 1
+        if kind == "hear":
+            windows = value.reshape(-1, VAD_WINDOW)
+            return np.where(np.abs(windows).max(axis=1, initial=0.0) >= 0.5, 0.95, 0.0)
         return None
 
     # ---- sessions
@@ -177,6 +211,73 @@ class FakeDuplexModel:
         state.interrupted = state.interrupted or state.speaking
         state.speaking = False
 
+    # ---- turns and chat
+
+    def chat_state(self, slot: int) -> FakeState:
+        return self.new_state(slot)
+
+    def turn_state(self, slot: int) -> FakeState:
+        return self.new_state(slot)
+
+    def chat(self, state: FakeState, question: ChatQuestion) -> Program:
+        state.questions.append(question)
+        yield Op("read", (state, question))
+        text = " ".join(
+            part for message in question.messages for part in message.parts if isinstance(part, str)
+        )
+        if text == "fail":
+            raise ValueError("question says fail")
+        if text == "too long":
+            raise BadMessage("the question has 9000 tokens, at most 8000")
+        yield Emit(Taken(len(text)))
+        speaks, is_streaming = question.speaks, question.is_streaming
+        del question
+        return (yield from self._answer(state, len(text), speaks, is_streaming))
+
+    def prepare_turns(self, state: FakeState, prompt: TurnPrompt) -> Program:
+        yield Op("prefill", (state, prompt))
+        if "fail" in prompt.system:
+            raise ValueError("prompt says fail")
+        state.systems.append(prompt)
+        n_chars = sum(len(part) for part in prompt.system if isinstance(part, str))
+        ignored = tuple(sorted(prompt.generation.said()))
+        return PreparedInfo(n_chars, len(prompt.system), ignored, "fake", ("en",))
+
+    def detect_speech(self, state: FakeState, samples: NDArray[np.float32]) -> Program:
+        heard = np.concatenate((state.unheard, samples))
+        n = len(heard) // VAD_WINDOW * VAD_WINDOW
+        state.unheard = heard[n:]
+        return (yield Op("hear", (state, heard[:n])))
+
+    def turn(self, state: FakeState, samples: NDArray[np.float32]) -> Program:
+        index = len(state.turns)
+        state.turns.append(samples)
+        yield Op("read", (state, samples))
+        fails = index in self.fail_turns
+        whole = yield from self._answer(state, len(samples), True, True, fails)
+        return replace(whole, heard=f"heard {len(samples)}")
+
+    def _answer(
+        self, state: FakeState, n_input: int, speaks: bool, is_streaming: bool, fails: bool = False
+    ) -> Program:
+        texts: list[str] = []
+        sounds = [np.zeros(0, np.float32)]
+        for index in range(self.n_pieces):
+            yield Op("write", (state, index))
+            texts.append(f"w{index} ")
+            state.said.append(texts[-1])
+            sound = sounds[0]
+            if speaks:
+                sound = yield Op("speak", (state, index))
+                sounds.append(sound)
+            if is_streaming:
+                yield Emit(Piece(texts[-1], sound))
+            if fails:
+                raise ValueError("the turn was told to fail")
+        audio = sounds[0] if is_streaming else np.concatenate(sounds)
+        ignored = ("length_penalty",)
+        return WholeAnswer("".join(texts), n_input, self.n_pieces, audio, ignored=ignored)
+
     def end(self, state: FakeState) -> None:
         self.calls.append(("end", state.slot))
         if self.fail_end:
@@ -188,6 +289,6 @@ class FakeDuplexModel:
         return [call for call in self.calls if call[0] == name]
 
 
-def as_model(fake: FakeDuplexModel) -> DuplexModel:
+def as_model(fake: FakeDuplexModel) -> Model:
     """The fake as the contract's type: the type checker proves that it fits."""
     return fake

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
@@ -21,10 +23,35 @@ from websockets.typing import Subprotocol
 from gateway.pool import Address
 from shared import protocol
 from shared.limits import MAX_FRAME_BYTES
-from shared.protocol import Command, CompileStatus, Event, Failure, Input, Result, WorkerHealth
+from shared.protocol import (
+    Answered,
+    Ask,
+    Command,
+    CompileStatus,
+    Delta,
+    Event,
+    Failure,
+    Generating,
+    Input,
+    Prefilled,
+    Result,
+    Speaking,
+    TurnDone,
+    WorkerHealth,
+)
 
 Answer = Callable[[Input], Event | None]
 """What a chunk is answered with; None = nothing at all."""
+
+Turn = Callable[[Input], Sequence[Event]]
+"""What a chunk of half duplex leads to."""
+
+Chat = Callable[[Ask], Sequence[Event]]
+"""What a chat request is answered with, one after the other."""
+
+WORDS = ("The capital ", "of France is Paris.")
+TONE = struct.pack("<4f", 0.1, -0.2, 0.3, -0.4) * 600
+"""A tenth of a second of speech."""
 
 
 def listen(chunk: Input) -> Result:
@@ -38,11 +65,39 @@ def speak(chunk: Input) -> Result:
     )
 
 
+def take_turns(chunk: Input) -> Sequence[Event]:
+    """A chunk with any sound in it is a whole turn of the user, answered at once."""
+    if not any(chunk.audio):
+        return ()
+    return (
+        Speaking(True),
+        Speaking(False),
+        Generating(512.0),
+        Delta(0, WORDS[0], TONE),
+        Delta(1, WORDS[1]),
+        TurnDone(1, "".join(WORDS), "What is the capital of France?"),
+    )
+
+
+def tell(ask: Ask) -> Sequence[Event]:
+    """Two words, spoken if that was asked for."""
+    sound = TONE if ask.speaks else b""
+    text = "".join(WORDS)
+    if not ask.is_streaming:
+        return Prefilled(12), Answered(text, 12, 7, sound * 2, prompt="user: …")
+    pieces = [Delta(i, word, sound) for i, word in enumerate(WORDS)]
+    return Prefilled(12), *pieces, Answered(text, 12, 7, ignored=["length_penalty"])
+
+
 @dataclass
 class Script:
     """How the worker behaves; may be changed while it runs."""
 
     answer: Answer = listen
+    turn: Turn = take_turns
+    chat: Chat = tell
+    piece_delay_s: float = 0.0
+    """Before each event of a chat answer."""
     open_delay_s: float = 0.0
     prepare_delay_s: float = 0.0
     result_delay_s: float = 0.0
@@ -62,6 +117,9 @@ class FakeSession:
     connection: ServerConnection
     opened: protocol.Open
     commands: list[Command] = field(default_factory=list)
+    n_turns: int = 0
+    n_told: int = 0
+    """Events of a chat answer that have been sent."""
 
     @property
     def chunks(self) -> list[Input]:
@@ -187,23 +245,53 @@ class ScriptedWorker:
         self.sessions.append(session)
         try:
             await session.send(protocol.Opened(slot=self.n_live - 1))
-            await self._converse(session)
+            reason = await (self._be_asked if opened.mode == "chat" else self._converse)(session)
             await asyncio.sleep(self.script.cleanup_delay_s)
         finally:
             self.n_live = max(0, self.n_live - 1)
-        await session.send(protocol.Closed("stopped"))
+        await session.send(protocol.Closed(reason))
 
-    async def _converse(self, session: FakeSession) -> None:
+    async def _be_asked(self, session: FakeSession) -> str:
+        """Answer a chat request; `Stop` ends it at once."""
+        ask = protocol.decode_command(await session.connection.recv(decode=False))
+        session.commands.append(ask)
+        if not isinstance(ask, Ask):
+            return "stopped"
+        works = [
+            asyncio.ensure_future(self._tell(session, ask)),
+            asyncio.ensure_future(session.connection.recv(decode=False)),
+        ]
+        try:
+            await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+            if works[0].done():
+                works[0].result()
+                return "done"
+            session.commands.append(protocol.decode_command(works[1].result()))
+            return "stopped"
+        finally:
+            for work in works:
+                work.cancel()
+                with suppress(asyncio.CancelledError, ConnectionClosed):
+                    await work
+
+    async def _tell(self, session: FakeSession, ask: Ask) -> None:
+        for event in self.script.chat(ask):
+            await asyncio.sleep(self.script.piece_delay_s)
+            await session.send(event)
+            session.n_told += 1
+
+    async def _converse(self, session: FakeSession) -> str:
         async for frame in session.connection:
             assert isinstance(frame, bytes)
             command = protocol.decode_command(frame)
             session.commands.append(command)
             if isinstance(command, protocol.Stop):
                 await session.send(protocol.Stopped())
-                return
+                break
             await self._reply(session, command)
             # A fake that keeps nothing, for tests of what others keep.
             del frame, command
+        return "stopped"
 
     async def _reply(self, session: FakeSession, command: Command) -> None:
         match command:
@@ -217,6 +305,13 @@ class ScriptedWorker:
                         languages=["en"],
                     )
                 )
+            case protocol.PrepareTurns():
+                await asyncio.sleep(self.script.prepare_delay_s)
+                await session.send(
+                    protocol.Prepared(11, 7, ignored=["length_penalty"], languages=["en"])
+                )
+            case Input() if session.opened.mode == "half_duplex":
+                await self._take_turn(session, command)
             case Input():
                 await asyncio.sleep(self.script.result_delay_s)
                 event = self.script.answer(command)
@@ -228,6 +323,13 @@ class ScriptedWorker:
                 await session.send(protocol.Resumed())
             case protocol.Interrupt():
                 await session.send(protocol.Interrupted())
+
+    async def _take_turn(self, session: FakeSession, chunk: Input) -> None:
+        for event in self.script.turn(chunk):
+            if isinstance(event, TurnDone):
+                session.n_turns += 1
+                event = msgspec.structs.replace(event, turn_index=session.n_turns)
+            await session.send(event)
 
 
 async def main(port: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,12 +11,15 @@ import numpy as np
 
 from shared.audio import samples_to_f32
 from shared.errors import EngineFault
-from shared.protocol import Command, Event, Input, Prepare, Prepared
+from shared.protocol import Command, Event, Input, Prepare, Prepared, RequestType
 from tests.fakes.model import LANGUAGE, UNIT_SAMPLES, FakeDuplexModel, as_model
 from worker.engine.engine import Engine
 from worker.engine.gpu_thread import LaneThreads
 from worker.engine.slots import SlotTable
-from worker.sessions.duplex import DuplexSession, SessionHost, SessionLimits
+from worker.sessions.chat import ChatSession
+from worker.sessions.duplex import DuplexSession
+from worker.sessions.half_duplex import HalfDuplexSession
+from worker.sessions.host import SessionHost, SessionLimits
 from worker.sessions.media import MediaDecoder
 
 E = TypeVar("E")
@@ -35,6 +39,18 @@ async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110 - what tests wait for has no event
             await asyncio.sleep(0.001)
+
+
+def gated(*kinds: str, **fields: Any) -> FakeDuplexModel:
+    """A fake model whose ops of these kinds wait for `model.gates[kind]`."""
+    gates = {kind: threading.Event() for kind in kinds}
+    entered = {kind: threading.Event() for kind in kinds}
+    return FakeDuplexModel(gates=gates, entered=entered, **fields)
+
+
+async def entered(stage: Stage, kind: str) -> None:
+    """Wait until an op of this kind runs."""
+    assert await asyncio.to_thread(stage.model.entered[kind].wait, 5)
 
 
 class Stage:
@@ -79,6 +95,12 @@ class Stage:
     def client(self, session_id: str = "s") -> Client:
         return Client(self.host, session_id)
 
+    def chat(self, session_id: str = "c") -> Client:
+        return Client(self.host, session_id, ChatSession, "chat")
+
+    def half_duplex(self, session_id: str = "h") -> Client:
+        return Client(self.host, session_id, HalfDuplexSession, "half_duplex_audio")
+
     async def close(self) -> None:
         for gate in self.model.gates.values():
             gate.set()
@@ -90,10 +112,16 @@ class Stage:
 class Client:
     """Sends commands, receives events; the session runs as a task of its own."""
 
-    def __init__(self, host: SessionHost, session_id: str) -> None:
+    def __init__(
+        self,
+        host: SessionHost,
+        session_id: str,
+        kind: type[DuplexSession | HalfDuplexSession | ChatSession] = DuplexSession,
+        request_type: RequestType = "omni_duplex",
+    ) -> None:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self._commands: asyncio.Queue[Command | None] = asyncio.Queue()
-        self.session = DuplexSession(host, session_id, "omni_duplex", self.events.put_nowait)
+        self.session = kind(host, session_id, request_type, self.events.put_nowait)
         self.task = asyncio.create_task(self.session.run(self._stream()))
 
     def send(self, *commands: Command) -> None:

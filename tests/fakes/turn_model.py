@@ -41,6 +41,8 @@ class TurnModel:
     compat: Compat = field(default_factory=Compat)
     config: CheckpointConfig = FULL_SIZE
     has_voice: bool = True
+    can_learn_voices: bool = True
+    voice_name: str = "default"
     n_image_tokens: int = N_IMAGE_ROWS
     context: dict[int, list[Any]] = field(default_factory=dict)
     speech: dict[int, int] = field(default_factory=dict)

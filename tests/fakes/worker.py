@@ -28,7 +28,7 @@ from tests.fakes.model import FakeDuplexModel, as_model
 from tests.fakes.session import LOUD, SILENT, E, chunk, eventually
 from worker.compiling import Compiling
 from worker.lifecycle import Lifecycle, WorkerSettings
-from worker.models.contract import DuplexModel
+from worker.models.contract import Model
 from worker.server import bind, create_app, make_server
 from worker.sessions.rehearsal import rehearse
 
@@ -59,7 +59,7 @@ class FakeWorker:
         self._serving: asyncio.Task[None] | None = None
         self.running: asyncio.Task[int] | None = None
 
-    def _build(self) -> DuplexModel:
+    def _build(self) -> Model:
         if self._compiling is not None:
             self._compiling.look()
         return as_model(self.model)

@@ -215,15 +215,18 @@ def gateway(
     log_path: Path | None = None,
     **options: Any,
 ) -> Process:
-    """The real gateway; options as `tests/fakes/gateway_process.py` says, none = as it is."""
+    """The real gateway; options as `tests/fakes/gateway_process.py` says, none = as it is.
+
+    It records nothing unless the configuration says so: it would do so in the working directory.
+    """
+    config = {"recording": {"enabled": False}, **(config or {})}
     port = free_port()
     module = "tests.fakes.gateway_process" if options else "gateway"
     argv = ["-m", module, *_options(options), "--port", str(port)]
     argv += ["--workers", ",".join(f"{LOOPBACK}:{port}" for port in worker_ports)]
-    if config:
-        path = folder / "gateway.json"
-        path.write_text(json.dumps(config), encoding="utf-8")
-        argv += ["--config", str(path)]
+    path = folder / "gateway.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    argv += ["--config", str(path)]
     return Process("gateway", argv, port, folder, log_path)
 
 

@@ -44,7 +44,12 @@ def running(tmp_path_factory) -> Iterator[Running]:
     found: list[Running] = []
 
     async def serve() -> None:
-        async with ScriptedWorker() as worker, run_gateway([worker], static_dir=pages) as running:
+        # Uploads and traces are written.
+        config = Config.model_validate({"service": {"data_dir": str(pages / "data")}})
+        async with (
+            ScriptedWorker() as worker,
+            run_gateway([worker], config, static_dir=pages) as running,
+        ):
             found.append(running)
             started.set()
             await asyncio.to_thread(ended.wait)

@@ -19,7 +19,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from gateway.dialects.contract import Diagnostic
-from gateway.dialects.g0 import G0
+from gateway.dialects.g0_duplex import G0Duplex
 from gateway.pool import Address
 from shared.errors import BadMessage, NotJson
 from tests.fakes.gateway import Running, Talker, run_gateway, wait_until
@@ -137,7 +137,7 @@ def fate(message: str | bytes) -> str:
     if isinstance(message, bytes):
         return "end"
     try:
-        command = G0().parse(message)
+        command = G0Duplex().parse(message)
     except NotJson:
         return "end"
     except BadMessage:

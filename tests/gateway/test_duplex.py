@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from gateway import link, pool, relay
+from gateway import link, outbox, pool, relay
 from gateway.pool import Lease
 from gateway.server import ClientProtocol
 from shared.config import Config
@@ -585,7 +585,7 @@ async def test_the_last_words_to_a_client_that_does_not_read_are_not_waited_for(
     serve, talker, until, monkeypatch
 ):
     """With its output almost at the bound, the error itself was one frame too many."""
-    monkeypatch.setattr(relay, "MAX_OUTBOX_BYTES", 400)
+    monkeypatch.setattr(outbox, "MAX_OUTBOX_BYTES", 400)
     monkeypatch.setattr(relay, "FLUSH_TIMEOUT_S", 0.1)
     worker = ScriptedWorker(script=Script(answer=speak))
     async with worker, serve([worker]) as running, running.dial() as socket:

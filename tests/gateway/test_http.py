@@ -181,57 +181,33 @@ async def test_an_unexpected_failure_tells_no_internals(serve, monkeypatch):
         assert answer.json() == {"detail": "Internal error (/workers)", "slug": "internal"}
 
 
-async def test_frontend_defaults_come_from_the_configuration(serve):
-    config = Config.model_validate({"audio": {"playback_delay_ms": 350}})
-    async with serve([], config, ready=False) as running, client_of(running) as http:
-        body = (await http.get("/api/frontend_defaults")).json()
+async def test_live_sessions_are_listed_with_their_worker(serve, talker):
+    async with (
+        ScriptedWorker() as worker,
+        serve([worker]) as running,
+        client_of(running) as http,
+    ):
+        empty = (await http.get("/api/sessions")).json()
+        async with running.dial("adx_a") as a:
+            await talker(a).prepare()
+            paths = ("/sessions", "/api/sessions")
+            answers = [(await http.get(path)).json() for path in paths]
+            began_at = (await http.get("/workers")).json()["workers"][0]["task_started_at"]
 
-        assert body == {"playback_delay_ms": 350}
-
-
-async def test_a_tree_with_one_page_serves_every_app_there(serve, pages):
-    async with serve([], static_dir=pages, ready=False) as running, client_of(running) as http:
-        apps = (await http.get("/api/apps")).json()["apps"]
-        page = await http.get("/")
-        script = await http.get("/static/app.js")
-
-    assert [(app["app_id"], app["route"]) for app in apps] == [("omni", "/"), ("audio_duplex", "/")]
-    assert page.text == "<title>page</title>"
-    assert script.text == "1"
-
-
-async def test_a_tree_with_a_page_per_app_has_their_routes(serve, pages):
-    (pages / "omni").mkdir()
-    (pages / "omni" / "omni.html").write_text("own")
-    async with serve([], static_dir=pages, ready=False) as running, client_of(running) as http:
-        apps = (await http.get("/api/apps")).json()["apps"]
-
-        assert [app["route"] for app in apps] == ["/omni", "/"]
-        assert (await http.get("/omni")).text == "own"
+    assert empty == {"total": 0, "sessions": []}
+    for body in answers:
+        (row,) = body["sessions"]
+        # Each reading of the clocks rounds anew.
+        assert row.pop("last_active")[:19] == began_at[:19]
+        assert body["total"] == 1
+        assert row == {"session_id": "adx_a", "worker_id": "worker_0", "messages_hash": ""}
 
 
-@pytest.mark.parametrize("path", ["..%2f..%2fetc%2fpasswd", "%00", "nothing.js", "%2e%2e/x"])
-async def test_static_serves_nothing_outside_its_tree(serve, pages, path):
-    async with serve([], static_dir=pages, ready=False) as running, client_of(running) as http:
-        assert (await http.get(f"/static/{path}")).status_code == 404
+async def test_cache_names_the_workers_and_their_states(serve):
+    async with ScriptedWorker() as worker, serve([worker]) as running, client_of(running) as http:
+        body = (await http.get("/cache")).json()
 
-
-async def test_page_and_scripts_are_never_of_two_versions(serve, pages):
-    """Browsers kept scripts by their own guess while the page was asked for anew."""
-    async with serve([], static_dir=pages, ready=False) as running, client_of(running) as http:
-        page = await http.get("/")
-        script = await http.get("/static/app.js")
-        again = await http.get("/static/app.js", headers={"If-None-Match": script.headers["etag"]})
-
-    assert page.headers["cache-control"] == "no-cache"
-    assert script.headers["cache-control"] == "no-cache"
-    assert again.status_code == 304
-
-
-async def test_an_installation_without_page_says_so(serve, tmp_path):
-    async with serve([], static_dir=tmp_path, ready=False) as running, client_of(running) as http:
-        assert (await http.get("/")).status_code == 404
-        assert (await http.get("/static/app.js")).status_code == 404
+    assert body == {"workers": [{"worker_id": "worker_0", "status": "idle"}]}
 
 
 class TestKeys:

@@ -6,7 +6,7 @@ import pytest
 
 from gateway import inbox
 from gateway.inbox import HeldBytes, Inbox
-from shared.errors import BadMessage
+from shared.errors import BadMessage, MediaFull
 from shared.protocol import Input, Prepare, Resume
 
 SECOND = bytes(64_000)
@@ -21,7 +21,7 @@ async def test_chunks_are_numbered_as_they_leave_so_dropped_ones_leave_no_gap():
     for i in range(inbox.MAX_INBOX_UNITS + 1):
         box.put(chunk(SECOND[:-4] + i.to_bytes(4, "little")), float(i))
 
-    left = [await box.get() for _ in range(inbox.MAX_INBOX_UNITS)]
+    left = [(await box.get())[0] for _ in range(inbox.MAX_INBOX_UNITS)]
 
     assert [command.seq for command in left] == list(range(inbox.MAX_INBOX_UNITS))
     assert left[0].audio[-4:] == (1).to_bytes(4, "little")
@@ -57,7 +57,7 @@ async def test_commands_are_never_dropped_for_audio():
         box.put(chunk(), 0.0)
     box.put(Resume(), 0.0)
 
-    left = [await box.get() for _ in range(2 + inbox.MAX_INBOX_UNITS)]
+    left = [(await box.get())[0] for _ in range(2 + inbox.MAX_INBOX_UNITS)]
 
     assert (left[0], left[-1]) == (Prepare("p"), Resume())
 
@@ -87,7 +87,7 @@ def test_all_inboxes_share_one_bound_and_give_back_what_they_held(monkeypatch):
     first, second = Inbox(held), Inbox(held)
     first.put(Prepare("p", reference_voice=bytes(800)), 0.0)
 
-    with pytest.raises(BadMessage):
+    with pytest.raises(MediaFull):
         second.put(Prepare("p", reference_voice=bytes(800)), 0.0)
     first.close()
     second.put(Prepare("p", reference_voice=bytes(800)), 0.0)
@@ -129,6 +129,6 @@ async def test_getting_waits_for_the_next_command():
     getting = asyncio.ensure_future(box.get())
     await asyncio.sleep(0)
 
-    box.put(Resume(), 0.0)
+    box.put(Resume(), 7.0)
 
-    assert await getting == Resume()
+    assert await getting == (Resume(), 7.0)

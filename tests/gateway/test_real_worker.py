@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ import httpx
 import numpy as np
 
 from gateway.pool import Address
+from shared.states import SessionState
 from tests.fakes.worker import FakeWorker
 
 UNIT = base64.b64encode(np.ones(160, np.float32).tobytes()).decode()
@@ -130,3 +132,84 @@ async def test_a_retiring_worker_keeps_its_sessions_and_gets_no_new_ones(serve, 
         assert (await client.hear_kind("stopped"))["type"] == "stopped"
         assert await client.closed() == 1000
         assert await leaving.code() == 0
+
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "tts": {"enabled": True}}
+
+
+async def test_a_chat_is_answered_on_its_socket_and_over_http(serve, talker):
+    async with working() as worker, serve([at(worker)]) as running:
+        async with running.dial_path("/ws/chat") as socket:
+            await socket.send(json.dumps(HELLO))
+            client = talker(socket)
+            kinds = [(await client.hear())["type"] for _ in range(worker.model.n_pieces + 1)]
+            done = await client.hear()
+            code = await client.closed()
+        async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
+            answer = (await http.post("/api/chat", json=HELLO)).json()
+
+    assert kinds == ["prefill_done", *["chunk"] * worker.model.n_pieces]
+    assert (done["type"], code) == ("done", 1000)
+    assert done["text"] == answer["text"] != ""
+    assert answer["audio_data"]
+    assert answer["ignored"] == ["length_penalty"]
+
+
+async def test_a_question_that_the_model_refuses_keeps_its_kind(serve):
+    async with (
+        working() as worker,
+        serve([at(worker)]) as running,
+        httpx.AsyncClient(base_url=running.http, trust_env=False) as http,
+    ):
+        answers = [
+            await http.post("/api/chat", json={"messages": [{"role": "user", "content": content}]})
+            for content in ("too long", "fail", "Hello")
+        ]
+
+    assert [answer.status_code for answer in answers] == [422, 500, 200]
+    assert [answer.json().get("slug") for answer in answers] == ["bad_message", "model_fault", None]
+
+
+async def test_leaving_a_chat_stops_its_program_and_frees_the_slot(serve, talker, until):
+    """W4: generation went on beside the next request."""
+    async with working(n_slots=1) as worker, serve([at(worker)]) as running:
+        gate, inside = threading.Event(), threading.Event()
+        worker.model.gates["write"], worker.model.entered["write"] = gate, inside
+        async with running.dial_path("/ws/chat") as socket:
+            await socket.send(json.dumps(HELLO))
+            assert await asyncio.to_thread(inside.wait, 5)
+            (session,) = worker.lifecycle.host.sessions.values()
+        await until(lambda: session.state is SessionState.CLOSING)
+        gate.set()
+        async with running.dial_path("/ws/chat") as socket:
+            await socket.send(json.dumps(HELLO))
+            await talker(socket).hear_kind("done")
+
+        left, stayed = worker.model.states[-2:]
+        assert (left.said, left.ended) == ([], True)
+        assert len(stayed.said) == worker.model.n_pieces
+
+
+async def test_a_turn_is_heard_and_answered(serve, talker):
+    async with (
+        working() as worker,
+        serve([at(worker)]) as running,
+        running.dial_path("/ws/half_duplex/hdx_1") as socket,
+    ):
+        client = talker(socket)
+        prepared = await client.prepare()
+        for value in (0.0, 1.0, 0.0):
+            sound = np.full(16_000, value, np.float32).tobytes()
+            await client.chunk(audio_base64=base64.b64encode(sound).decode())
+        heard = []
+        while not heard or heard[-1]["type"] not in ("turn_done", "error"):
+            heard.append(await client.hear())
+        await client.say("stop")
+
+        kinds = [message["type"] for message in heard]
+        assert prepared["timeout_s"] == 300.0
+        assert kinds[:3] == ["vad_state", "vad_state", "generating"]
+        assert kinds[3:] == ["chunk"] * (worker.model.n_pieces + 1) + ["turn_done"]
+        assert heard[-1]["turn_index"] == 1
+        assert (await client.hear_kind("stopped"))["type"] == "stopped"
+        assert await client.closed() == 1000

@@ -292,7 +292,8 @@ def test_the_process_starts_fast_and_ends_on_sigterm():
         port = free.getsockname()[1]
     started = time.monotonic()
     with subprocess.Popen(
-        [sys.executable, "-m", "gateway", "--port", str(port), "--workers", "127.0.0.1:9"],
+        [sys.executable, "-m", "gateway", "--port", str(port), "--workers", "127.0.0.1:9"]
+        + ["--lang", "zh"],
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
@@ -300,7 +301,9 @@ def test_the_process_starts_fast_and_ends_on_sigterm():
             assert process.stderr is not None
             next(line for line in process.stderr if "listening" in line)
             took_s = time.monotonic() - started
-            body = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).json()
+            url = f"http://127.0.0.1:{port}"
+            body = httpx.get(f"{url}/health", trust_env=False).json()
+            defaults = httpx.get(f"{url}/api/frontend_defaults", trust_env=False).json()
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()
             process.wait(timeout=10)
@@ -308,5 +311,6 @@ def test_the_process_starts_fast_and_ends_on_sigterm():
             process.kill()
 
     assert body["ready"] is False
+    assert defaults["default_lang"] == "zh"
     assert took_s < 10
     assert "Traceback" not in rest

@@ -17,10 +17,10 @@ from shared.errors import BadMessage
 from tests.golden.compare import Trace, clip, image
 from tests.golden.driver import Played, run_program
 from tests.golden.loaded import load_model
+from worker.models.contract import Clip, MessagePart, Picture, TurnMessage
 from worker.models.minicpmo45 import chat, ops
 from worker.models.minicpmo45.chat import ChatRequest
 from worker.models.minicpmo45.model import MiniCpmO45
-from worker.models.minicpmo45.prompt import Clip, Message, Part, Picture
 
 SAMPLED_WITH = (
     *("max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_p", "top_k"),
@@ -64,7 +64,7 @@ def _replay_case(
     unknown = set(options) - set(OPTIONS) - set(settings)
     assert not unknown, f"options without a field of ours: {unknown}"
     messages = tuple(
-        Message(message["role"], tuple(_part(text, clips) for text in message["content"]))
+        TurnMessage(message["role"], tuple(_part(text, clips) for text in message["content"]))
         for message in trace.given(f"{path}.messages")
     )
     request = ChatRequest(
@@ -100,7 +100,7 @@ def _check_beams(
         trace.excuse(f"{path}.{key}", "beam search is not supported; the request is refused")
 
 
-def _part(text: str, clips: dict[int, NDArray[np.float32]]) -> Part:
+def _part(text: str, clips: dict[int, NDArray[np.float32]]) -> MessagePart:
     """Make what a line such as "image 640x480 shift 3" or "audio 40000 samples" stands for."""
     picture = re.fullmatch(r"image (\d+)x(\d+) shift (\d+)", text)
     if picture:

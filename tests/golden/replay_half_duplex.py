@@ -18,10 +18,10 @@ from tests.golden.compare import Trace, clip, image
 from tests.golden.driver import Played, run_program
 from tests.golden.loaded import load_model
 from tests.golden.replay_chat import fed_rows
+from worker.models.contract import Clip, MessagePart, Picture, TurnMessage
 from worker.models.minicpmo45 import half_duplex, ops
 from worker.models.minicpmo45.half_duplex import HalfDuplex, HalfDuplexSettings, Turn
 from worker.models.minicpmo45.model import MiniCpmO45
-from worker.models.minicpmo45.prompt import Clip, Message, Part, Picture
 
 STEP = re.compile(r'(\w+)(?:: \[((?:"(?:[^"\\]|\\.)*"|[^"])*?)\])?(?:; |$)')
 """Role and parts of a message, or `generate`; a text may hold any characters."""
@@ -36,14 +36,14 @@ def replay(trace: Trace, folder: Path) -> None:
         _Session(trace, index, model).play(script)
 
 
-def _script(text: str, source: np.ndarray) -> list[Message | None]:
+def _script(text: str, source: np.ndarray) -> list[TurnMessage | None]:
     """Read `system: [...]; user: [...]; generate; ...`; None stands for `generate`."""
-    steps: list[Message | None] = []
+    steps: list[TurnMessage | None] = []
     for role, items in STEP.findall(text):
         if role == "generate":
             steps.append(None)
             continue
-        parts: list[Part] = []
+        parts: list[MessagePart] = []
         for found in ITEM.finditer(items):
             start, end, *picture = found.groups()
             if start is not None:
@@ -52,7 +52,7 @@ def _script(text: str, source: np.ndarray) -> list[Message | None]:
                 parts.append(Picture(image(*map(int, picture))))
             else:
                 parts.append(json.loads(found[0]))
-        steps.append(Message(role, tuple(parts)))
+        steps.append(TurnMessage(role, tuple(parts)))
     return steps
 
 
@@ -64,7 +64,7 @@ class _Session:
     state: HalfDuplex = field(default_factory=lambda: half_duplex.new_state(slot=0, seed=0))
     n_prefills: int = 0
 
-    def play(self, script: list[Message | None]) -> None:
+    def play(self, script: list[TurnMessage | None]) -> None:
         session = self.trace.fields["sessions"][self.index]
         self.variant = self.trace.given(f"sessions[{self.index}].variant")
         generated = [
@@ -88,7 +88,7 @@ class _Session:
                 self._prefill(path, message)
             self.trace.equal(f"{path}.cache", self.state.n_tokens)
 
-    def _prefill(self, path: str, message: Message) -> None:
+    def _prefill(self, path: str, message: TurnMessage) -> None:
         played = run_program(self.model, half_duplex.prefill(self.model, self.state, message))
         self.trace.equal(f"{path}.prompt", played.value.prompt)
         theirs = self.trace.expected(f"{path}.llm_calls")
@@ -105,11 +105,10 @@ class _Session:
         calls = [ran.op.payload.n_rows for ran in played.of(ops.PREFILL)]
         self.trace.equal(f"{path}.llm_calls", calls + [1] * len(played.of(ops.DECODE)))
         turn: Turn = played.value
-        chunks = [delta.token_ids for delta in played.emitted if delta.token_ids]
         if self.variant == "text":
             theirs = self.trace.expected(f"{path}.outputs")
             self._check_text(path, turn, "".join(text for text, _ in theirs))
-            ends = [False] * (len(chunks) - 1) + [turn.has_ended]
+            ends = [False] * (len(played.emitted) - 1) + [turn.has_ended]
             if [end for _, end in theirs] != ends:
                 self.trace.fail(f"{path}.outputs: ends {ends}, expected {theirs}")
             return

@@ -47,6 +47,19 @@ def test_each_gpu_gets_one_worker() -> None:
     ]
 
 
+def test_language_and_page_tree_go_to_the_gateway(tmp_path: Path) -> None:
+    planned = plan({}, NO_GPU, "--lang", "zh", "--static-dir", str(tmp_path))
+
+    gateway, *workers = service_commands(planned)
+    assert list(gateway.argv)[-4:] == ["--lang", "zh", "--static-dir", str(tmp_path)]
+    assert all("--lang" not in worker.argv for worker in workers)
+
+
+def test_a_page_tree_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="no folder .*/nothing"):
+        plan({}, NO_GPU, "--static-dir", str(tmp_path / "nothing"))
+
+
 def test_the_cascade_runs_on_the_cpu_even_beside_gpus() -> None:
     planned = plan({"service": {"cpu_workers": 2}}, TWO_GPUS)
 

@@ -115,7 +115,6 @@ def test_a_retired_key_of_the_reference_brings_a_notice(tmp_path):
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("recording", "session_retention_days", 7),
         ("service", "request_timeout", 10.0),
         ("model", "attn_implementation", "eager"),
         ("audio", "ref_audio_path", "voice.wav"),

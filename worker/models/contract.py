@@ -236,6 +236,10 @@ class TurnModel(Protocol):
         """
 
 
+class Model(DuplexModel, TurnModel, Protocol):
+    """A back end as a worker serves it: sessions of every mode, beside each other."""
+
+
 @runtime_checkable
 class CanTalk(Protocol):
     """A back end that can be made to speak, so that a start is sure to have spoken once."""

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as onnx_errors
 
+from shared.errors import ModelLoadError
 from shared.limits import INPUT_SAMPLE_RATE_HZ
 
 DETECT_SPEECH = "detect_speech"
@@ -71,12 +73,22 @@ def one_thread() -> onnxruntime.SessionOptions:
 
 
 class SpeechDetector:
-    """silero VAD as a function: the network runs over all windows of an op in one call."""
+    """silero VAD as a function: the network runs over all windows of an op in one call.
+
+    Raises:
+        ModelLoadError: the file is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._session = onnxruntime.InferenceSession(
-            str(path), one_thread(), providers=["CPUExecutionProvider"]
-        )
+        damage = onnx_errors.Fail, onnx_errors.InvalidGraph, onnx_errors.InvalidProtobuf
+        try:
+            self._session = onnxruntime.InferenceSession(
+                str(path), one_thread(), providers=["CPUExecutionProvider"]
+            )
+        except damage as error:
+            raise ModelLoadError(
+                f"{path} cannot be loaded ({error}): install its package anew"
+            ) from error
 
     def detect(self, request: DetectRequest) -> tuple[Samples, VadState]:
         state = request.state

@@ -33,10 +33,21 @@ def failure_for(error: BaseException, session_id: str, seq: int | None = None) -
 
 
 def program_failure(error: BaseException | None, what: str) -> OmniError:
-    """Return the typed error of a program that failed; the cause is logged here, once."""
+    """Return the typed error of a program that failed; the cause is logged here, once.
+
+    Its traceback is dropped then: it refers to the program, and with it to pictures and sound.
+    """
     if isinstance(error, OmniError):
         level = logging.ERROR if isinstance(error, EngineFault) else logging.WARNING
         log.log(level, "%s failed slug=%s: %s", what, error.slug, error)
+        _forget_frames(error)
         return error
     log.error("%s failed", what, exc_info=error)
+    _forget_frames(error)
     return ModelFault(f"{what} failed in the model")
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -13,10 +13,11 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -35,8 +36,12 @@ from shared.limits import (
 from shared.protocol import Input
 from worker.sessions.inbox import Chunk, Frame
 
+R = TypeVar("R")
+
 INLINE_AUDIO_BYTES = 256 * 1024
 """Four seconds: checking that much takes less time than handing it to another thread."""
+
+FRAME_FORMATS = ("JPEG", "PNG")
 
 _UNREADABLE = (
     OSError,
@@ -122,6 +127,8 @@ class MediaAccount:
     def __init__(self, budget: MediaBudget) -> None:
         self._budget = budget
         self.n_bytes = 0
+        self.is_closed = False
+        """Nobody waits for what is being decoded any more."""
 
     @contextmanager
     def room(self, n_bytes: int) -> Iterator[None]:
@@ -137,7 +144,16 @@ class MediaAccount:
             self._budget.give_back(self, n_bytes)
             raise
 
-    def hold(self, media: Frame | PendingChunk, n_bytes: int) -> None:
+    @contextmanager
+    def borrowed(self, n_bytes: int) -> Iterator[None]:
+        """Take room for as long as what is inside goes on. Raises MediaFull."""
+        self._budget.take(self, n_bytes)
+        try:
+            yield
+        finally:
+            self._budget.give_back(self, n_bytes)
+
+    def hold(self, media: Frame | Samples | PendingChunk, n_bytes: int) -> None:
         """Keep room that was taken for `media` until its last reference is gone."""
         weakref.finalize(media, self._budget.dropped, self, n_bytes).atexit = False
 
@@ -156,20 +172,30 @@ class MediaDecoder:
     def __init__(self, n_sessions: int, n_threads: int = 2) -> None:
         self.budget = MediaBudget(n_sessions)
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="omni-media")
+        # A film takes seconds: what live sessions show must not wait behind it.
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="omni-files")
 
     def session(self) -> SessionMedia:
-        return SessionMedia(MediaAccount(self.budget), self._pool)
+        return SessionMedia(MediaAccount(self.budget), self._pool, self._background)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._background):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class SessionMedia:
     """The decoder as one session sees it."""
 
-    def __init__(self, account: MediaAccount, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, account: MediaAccount, pool: ThreadPoolExecutor, background: ThreadPoolExecutor
+    ) -> None:
         self._account = account
         self._pool = pool
+        self._background = background
+
+    def close(self) -> None:
+        """The session has ended: what is still being decoded for it may stop."""
+        self._account.is_closed = True
 
     def admit(self, message: Input) -> PendingChunk:
         """Return the message as it may wait; one there is no room for is answered in its turn."""
@@ -192,6 +218,18 @@ class SessionMedia:
         return await asyncio.get_running_loop().run_in_executor(
             self._pool, decode_chunk, message, self._account
         )
+
+    async def request(
+        self, n_bytes: int, decode: Callable[[MediaAccount], R], *, takes_long: bool
+    ) -> R:
+        """Run `decode`, which reads `n_bytes`; one that takes long where it delays nobody live.
+
+        Raises:
+            MediaFull: there is no room; and whatever `decode` raises.
+        """
+        pool = self._background if takes_long else self._pool
+        with self._account.borrowed(n_bytes):
+            return await asyncio.get_running_loop().run_in_executor(pool, decode, self._account)
 
     async def voice(self, data: bytes) -> Samples:
         """Raises BadAudio."""
@@ -233,8 +271,15 @@ def decode_chunk(message: Input, account: MediaAccount) -> Chunk:
     return Chunk(message.seq, samples, tuple(frames), message.force_listen, message.max_slice_nums)
 
 
-def decode_image(data: bytes, account: MediaAccount, max_pixels: int = MAX_IMAGE_PIXELS) -> Frame:
-    """Return the upright RGB pixels of a JPEG or PNG file; `account` holds them while they live.
+def decode_image(
+    data: bytes,
+    account: MediaAccount,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    formats: tuple[str, ...] = FRAME_FORMATS,
+) -> Frame:
+    """Return the upright RGB pixels of an image file; `account` holds them while they live.
+
+    Of a file with several pictures it is the first one.
 
     Raises:
         BadImage: another format, damaged, truncated, or more than `max_pixels`; the size is
@@ -242,7 +287,7 @@ def decode_image(data: bytes, account: MediaAccount, max_pixels: int = MAX_IMAGE
         MediaFull: there is no room for the pixels.
     """
     try:
-        with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
+        with Image.open(io.BytesIO(data), formats=formats) as image:
             width, height = image.size
             if width * height > max_pixels:
                 raise BadImage(f"image is {width}x{height}, at most {max_pixels} pixels are left")
@@ -255,7 +300,7 @@ def decode_image(data: bytes, account: MediaAccount, max_pixels: int = MAX_IMAGE
             account.hold(frame, n_bytes)
             return frame
     except _UNREADABLE as error:
-        raise BadImage("image is no readable JPEG or PNG") from error
+        raise BadImage(f"image is no readable {' or '.join(formats)}") from error
 
 
 def _orientation(image: Image.Image) -> int:

@@ -34,7 +34,8 @@ from shared.protocol import (
     Timings,
 )
 from worker.models.contract import CanTalk, Progress
-from worker.sessions.duplex import DuplexSession, SessionHost, SessionLimits
+from worker.sessions.duplex import DuplexSession
+from worker.sessions.host import SessionHost, SessionLimits
 
 log = logging.getLogger(__name__)
 E = TypeVar("E", Prepared, Result)

@@ -4,121 +4,18 @@ Time stands still while ops run; it moves to the next unit, or to the end of a u
 Speech is a constant sample value; the fake recogniser hears each value as one word.
 """
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 
 from shared.errors import BadMessage
 from shared.protocol import DuplexSettings
-from worker.engine.contract import Op
+from tests.fakes.cascade import END, FIRST_WORD, WORD_S, FakeCascade
 from worker.engine.engine import Engine
 from worker.models.cascade import conversation
 from worker.models.cascade.endpointing import WINDOW_SAMPLES
 from worker.models.contract import Prompt, Unit
 
 UNIT = 32 * WINDOW_SAMPLES
-WORDS = {1: "alpha", 2: "bravo", 3: "charlie", 4: "read the sign", 5: ""}
-END = 9
-FIRST_WORD = 100
-WORD_S = 0.25
-
-
-class FakeLanguage:
-    turn_end_tokens = (END,)
-    answer_opening = (3,)
-
-    def system_tokens(self, text):
-        return (1,) * len(text)
-
-    def user_tokens(self, text):
-        return (2, *map(ord, text))
-
-    def is_end(self, token):
-        return token == END
-
-    def detokeniser(self):
-        return FakeDetokeniser()
-
-
-class FakeDetokeniser:
-    def push(self, token):
-        return f"w{token - FIRST_WORD} "
-
-    def flush(self):
-        return ""
-
-
-class FakeTranscriber:
-    def transcribe(self, slot, samples, deadline):
-        text = yield Op("transcribe_step", samples, deadline=deadline)
-        return text
-
-
-@dataclass
-class FakeCascade:
-    """The runner and the model in one; `answer_words` is how long its next answers are."""
-
-    answer_words: int = 30
-    context_tokens: int = 2048
-    sign: str = "EXIT 42"
-    voice: str = "fake"
-    prompts: list = field(default_factory=list)
-    cache: dict = field(default_factory=dict)
-    poisoned: list = field(default_factory=list)
-    broken: set = field(default_factory=set)
-    language = FakeLanguage()
-    transcriber = FakeTranscriber()
-    max_batch = {}
-    lanes = {
-        "prefill": "language",
-        "decode": "language",
-        "detect_speech": "senses",
-        "transcribe_step": "senses",
-        "synthesize": "senses",
-        "read_text": "senses",
-    }
-
-    def poison_slot(self, slot):
-        self.poisoned.append(slot)
-
-    def run(self, kind, bucket, payloads):
-        if kind in self.broken:
-            raise RuntimeError(f"{kind} is broken")
-        return [getattr(self, kind)(payload) for payload in payloads]
-
-    def detect_speech(self, request):
-        windows = request.samples.reshape(-1, WINDOW_SAMPLES)
-        return np.where(windows.max(axis=1) > 0, 0.95, 0.01).astype(np.float32), request.state
-
-    def transcribe_step(self, samples):
-        values = [int(v) for v in dict.fromkeys(samples[::64].tolist()) if v]
-        return " ".join(WORDS[v] for v in values).strip()
-
-    def write(self, slot, start, tokens):
-        assert start + len(tokens) <= self.context_tokens
-        cache = self.cache.setdefault(slot, [])
-        cache[start : start + len(tokens)] = tokens
-
-    def prefill(self, request):
-        self.write(request.slot, request.start, list(request.tokens))
-        if request.sampling is None:
-            return None
-        self.prompts.append(tuple(self.cache[request.slot][: request.start + len(request.tokens)]))
-        return FIRST_WORD if self.answer_words else END
-
-    def decode(self, request):
-        assert len(self.cache[request.slot][: request.position]) == request.position
-        self.write(request.slot, request.position, [request.token])
-        following = request.token + 1
-        return following if following < FIRST_WORD + self.answer_words else END
-
-    def synthesize(self, request):
-        n_words = len(request.text.split())
-        return np.full(int(24_000 * WORD_S) * n_words, 0.5, np.float32)
-
-    def read_text(self, request):
-        return self.sign
 
 
 class Session:
@@ -491,7 +388,7 @@ def test_settings_without_a_meaning_here_are_named():
     ],
 )
 def test_sampling_is_greedy_unless_asked_for(settings, temperature):
-    assert Session(settings=settings).state.sampling.temperature == temperature
+    assert Session(settings=settings).state.generation.sampling.temperature == temperature
 
 
 def test_two_sessions_do_not_hear_each_other():
@@ -504,12 +401,18 @@ def test_two_sessions_do_not_hear_each_other():
     assert model.cache[0] != model.cache[1]
 
 
-def test_the_end_cleans_the_slot():
-    session = Session(slot=1)
+def test_a_question_beyond_the_context_fails_and_nothing_else_is_lost():
+    session = Session(FakeCascade(answer_words=2, context_tokens=300, sign="x" * 300))
+    session.ask()
+    session.second()
 
-    conversation.end(session.model, session.state)
+    frame = np.zeros((8, 8, 3), np.uint8)
+    task = session.second("...4444444444", frames=[frame], check=False)
+    session.ask("...2222222222")
 
-    assert session.model.poisoned == [1]
+    assert isinstance(task.error, BadMessage)
+    assert "does not fit" in str(task.error)
+    assert session.model.prompts[-1][4:10] == (2, *map(ord, "alpha"))
 
 
 def test_the_input_kept_is_bounded():

@@ -115,6 +115,16 @@ def test_poison_reaches_every_cache_of_the_slot_and_no_other(cascade):
         assert tensor[2].isfinite().all()
 
 
+def test_the_end_cleans_the_slot_of_every_kind_of_session(tmp_path, monkeypatch):
+    model, poisoned = CascadeModel(tmp_path), []
+    monkeypatch.setattr(model, "poison_slot", poisoned.append)
+
+    for slot, new_state in enumerate((model.new_state, model.chat_state, model.turn_state)):
+        model.end(new_state(slot))
+
+    assert poisoned == [0, 1, 2]
+
+
 @pytest.mark.weights
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

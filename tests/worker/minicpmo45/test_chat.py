@@ -12,13 +12,12 @@ from shared.errors import BadMessage
 from tests.fakes.turn_model import TOKENIZER, TurnModel
 from tests.golden.driver import run_program
 from worker.engine.contract import Emit, Op
+from worker.models.contract import Clip, Picture, Piece, Taken, TurnMessage
 from worker.models.minicpmo45 import chat, ops
-from worker.models.minicpmo45.chat import ChatRequest, Prefilled, SpeechOut, Written
-from worker.models.minicpmo45.prompt import Clip, Message, Picture
-from worker.models.minicpmo45.speaking import Delta
+from worker.models.minicpmo45.chat import ChatRequest, SpeechOut, Written
 
 IDS = TOKENIZER.ids
-HELLO = (Message("user", ("hello",)),)
+HELLO = (TurnMessage("user", ("hello",)),)
 
 
 def play(model, **request):
@@ -27,7 +26,7 @@ def play(model, **request):
 
 
 def deltas(played):
-    return [delta for delta in played.emitted if isinstance(delta, Delta)]
+    return [delta for delta in played.emitted if isinstance(delta, Piece)]
 
 
 def texts(played):
@@ -62,7 +61,7 @@ def test_thoughts_are_left_open_if_wanted():
 @pytest.mark.parametrize(
     "request_",
     [
-        {"messages": (Message("user", (Clip(np.zeros(16_000, np.float32)),)),)},
+        {"messages": (TurnMessage("user", (Clip(np.zeros(16_000, np.float32)),)),)},
         {"use_tts_template": True},
         {"speech": SpeechOut()},
     ],
@@ -73,7 +72,7 @@ def test_an_answer_to_sound_or_with_a_voice_opens_as_a_spoken_one(request_):
 
 def test_chat_clips_are_heard_second_by_second():
     played = play(
-        TurnModel(), messages=(Message("user", (Clip(np.zeros(16_000, np.float32)), "?")),)
+        TurnModel(), messages=(TurnMessage("user", (Clip(np.zeros(16_000, np.float32)), "?")),)
     )
 
     assert played.of(ops.ENCODE_CLIP)[0].op.payload.is_chunked
@@ -82,7 +81,7 @@ def test_chat_clips_are_heard_second_by_second():
 def test_a_long_prompt_is_fed_in_bounded_pieces():
     model = TurnModel(n_positions=2000)
 
-    played = play(model, messages=(Message("user", ("x" * 1500,)),))
+    played = play(model, messages=(TurnMessage("user", ("x" * 1500,)),))
 
     rows = [run.op.payload.n_rows for run in played.of(ops.PREFILL)]
     assert len(rows) == 3
@@ -95,7 +94,7 @@ def test_every_op_waits_for_live_units():
     parts = (Picture(np.zeros((30, 30, 3), np.uint8)), Clip(np.zeros(16_000, np.float32)))
     model = TurnModel(says=TOKENIZER.encode("hi"))
 
-    played = play(model, messages=(Message("user", parts),), speech=SpeechOut())
+    played = play(model, messages=(TurnMessage("user", parts),), speech=SpeechOut())
 
     assert {run.op.deadline for run in played.ops} == {math.inf}
 
@@ -107,7 +106,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(limit, n_posi
     with pytest.raises(BadMessage, match="at most 100"):
         play(
             model,
-            messages=(Message("user", ("x" * 200,)),),
+            messages=(TurnMessage("user", ("x" * 200,)),),
             max_input_tokens=limit,
         )
     assert not model.context
@@ -141,7 +140,7 @@ def test_a_voice_is_refused_where_there_is_none():
 def test_text_comes_as_it_is_chosen():
     played = play(TurnModel(says=[*TOKENIZER.encode("one two"), IDS.im_end]))
 
-    assert isinstance(played.emitted[0], Prefilled)
+    assert isinstance(played.emitted[0], Taken)
     assert texts(played) == list("one two")
     assert played.value.text == "one two"
     assert played.value.token_ids[-1] == IDS.im_end
@@ -175,7 +174,7 @@ def test_special_tokens_are_no_text():
 def test_without_streaming_only_the_length_of_the_prompt_is_emitted():
     played = play(TurnModel(says=TOKENIZER.encode("hi")), is_streaming=False, speech=SpeechOut())
 
-    assert [type(value) for value in played.emitted] == [Prefilled]
+    assert [type(value) for value in played.emitted] == [Taken]
     assert played.value.text == "hi"
     assert played.value.audio.size
 
@@ -359,7 +358,7 @@ def test_a_closed_request_asks_for_nothing_more():
     model = TurnModel(says=TOKENIZER.encode("abcdef"))
     program = chat.chat(model, chat.new_state(0, 0), ChatRequest(HELLO))
     asked = next(program)
-    while not (isinstance(asked, Emit) and isinstance(asked.value, Delta)):
+    while not (isinstance(asked, Emit) and isinstance(asked.value, Piece)):
         is_op = isinstance(asked, Op)
         reply = model.run(asked.kind, asked.bucket, [asked.payload])[0] if is_op else None
         asked = program.send(reply)

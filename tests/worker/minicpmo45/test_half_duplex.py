@@ -10,9 +10,9 @@ from shared.errors import BadAudio, BadMessage
 from tests.fakes.turn_model import TOKENIZER, TurnModel
 from tests.golden.driver import run_program
 from worker.engine.contract import Emit
+from worker.models.contract import Clip, Picture, TurnMessage
 from worker.models.minicpmo45 import half_duplex, ops
 from worker.models.minicpmo45.half_duplex import HalfDuplexSettings
-from worker.models.minicpmo45.prompt import Clip, Message, Picture
 from worker.nn.code_sampling import CodeSampling
 
 IDS = TOKENIZER.ids
@@ -31,14 +31,14 @@ class Session:
     def __init__(self, settings=TEXT_ONLY, system="be kind", model=None, voice=None, **changes):
         self.model = model or TurnModel(**changes)
         self.state = half_duplex.new_state(slot=2, seed=5)
-        message = Message("system", (system,)) if system else None
+        message = TurnMessage("system", (system,)) if system else None
         self.play(half_duplex.prepare(self.model, self.state, message, settings, voice))
 
     def play(self, program):
         return run_program(self.model, program)
 
     def hear(self, *parts, role="user"):
-        message = Message(role, parts)
+        message = TurnMessage(role, parts)
         return self.play(half_duplex.prefill(self.model, self.state, message))
 
     def answer(self, says="ok", **options):
@@ -161,7 +161,7 @@ def test_a_message_whose_program_is_closed_leaves_the_context_as_it_was():
     session = Session()
     session.round()
     before = session.shown
-    program = half_duplex.prefill(session.model, session.state, Message("user", ("x" * 600,)))
+    program = half_duplex.prefill(session.model, session.state, TurnMessage("user", ("x" * 600,)))
     asked = next(program)
     session.model.run(asked.kind, asked.bucket, [asked.payload])
     program.close()
@@ -176,7 +176,9 @@ def test_a_new_prompt_starts_anew():
     session.round()
 
     session.play(
-        half_duplex.prepare(session.model, session.state, Message("system", ("new",)), TEXT_ONLY)
+        half_duplex.prepare(
+            session.model, session.state, TurnMessage("system", ("new",)), TEXT_ONLY
+        )
     )
 
     assert session.shown == "<|im_start|>system\nnew<|im_end|>\n"
@@ -512,7 +514,7 @@ def test_a_cut_that_is_closed_in_its_middle_leaves_the_system_message():
     session = window(n_positions=200)
     for letter in "abc":
         session.round(letter * 20)
-    message = Message("user", ("d" * 60,))
+    message = TurnMessage("user", ("d" * 60,))
     program = half_duplex.prefill(session.model, session.state, message)
     request = program.send(None)
     assert request.kind == ops.MOVE
@@ -526,7 +528,7 @@ def test_a_cut_that_is_closed_in_its_middle_leaves_the_system_message():
 
 def test_what_cannot_fit_is_refused_before_it_is_encoded():
     session = window(n_positions=200)
-    message = Message("user", (clip(30.0),))
+    message = TurnMessage("user", (clip(30.0),))
 
     with pytest.raises(BadMessage, match="room for"):
         half_duplex.prefill(session.model, session.state, message).send(None)

@@ -7,13 +7,13 @@ import torch
 
 from tests.worker.minicpmo45.conftest import N_SLOTS, sound, start, unit
 from worker.engine.engine import Engine
+from worker.models.contract import Clip, TurnMessage
 from worker.models.minicpmo45 import chat, half_duplex
 from worker.models.minicpmo45.chat import ChatRequest
 from worker.models.minicpmo45.half_duplex import HalfDuplexSettings
-from worker.models.minicpmo45.prompt import Clip, Message
 
 SETTINGS = HalfDuplexSettings(max_new_tokens=20, do_sample=False)
-QUESTION = Message("user", ("what is ", Clip(sound(50))))
+QUESTION = TurnMessage("user", ("what is ", Clip(sound(50))))
 
 
 def duplex_units(model, slot):
@@ -24,7 +24,7 @@ def duplex_units(model, slot):
 
 def half_duplex_turns(model, slot):
     state = half_duplex.new_state(slot, 5)
-    system = Message("system", ("be kind",))
+    system = TurnMessage("system", ("be kind",))
     yield half_duplex.prepare(model, state, system, SETTINGS)
     for _ in range(2):
         yield half_duplex.prefill(model, state, QUESTION)
@@ -34,7 +34,7 @@ def half_duplex_turns(model, slot):
 def chat_requests(model, slot):
     state = chat.new_state(slot, 5)
     for text in ("hello the world", "question?"):
-        request = ChatRequest((Message("user", (text,)),), max_new_tokens=12, do_sample=False)
+        request = ChatRequest((TurnMessage("user", (text,)),), max_new_tokens=12, do_sample=False)
         yield chat.chat(model, state, request)
 
 
@@ -100,7 +100,7 @@ def test_units_go_before_chat(tiny):
     """A unit that comes while a long answer is written is served at the next op."""
     engine = Engine(tiny)
     state = chat.new_state(1, 5)
-    request = ChatRequest((Message("user", ("x" * 1500,)),), max_new_tokens=40, do_sample=False)
+    request = ChatRequest((TurnMessage("user", ("x" * 1500,)),), max_new_tokens=40, do_sample=False)
     answer = engine.spawn("chat", chat.chat(tiny, state, request))
     engine.step("language")
     duplex = start(tiny, 0)

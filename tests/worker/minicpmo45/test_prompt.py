@@ -10,9 +10,10 @@ from shared.config import Compat
 from shared.errors import BadAudio, BadImage, BadMessage
 from tests.fakes.turn_model import TOKENIZER, TurnModel
 from tests.golden.driver import run_program
+from worker.models.contract import Clip, Picture, TurnMessage, Video
 from worker.models.minicpmo45 import ops, prompt
 from worker.models.minicpmo45.feeding import n_rows
-from worker.models.minicpmo45.prompt import Clip, MediaOptions, Message, Picture, Video
+from worker.models.minicpmo45.prompt import MediaOptions
 
 OPTIONS = MediaOptions(max_slice_nums=4, use_image_id=True, is_clip_chunked=True)
 IDS = TOKENIZER.ids
@@ -30,7 +31,9 @@ def pieces_of(parts, options=OPTIONS, model=None, is_omni=True):
     """Return the pieces of one message's content, and what was run for them."""
     model = model or TurnModel()
     text = prompt.content(parts, is_omni)
-    layout = prompt.lay_out(model, text, prompt.media_of([Message("user", tuple(parts))]), options)
+    layout = prompt.lay_out(
+        model, text, prompt.media_of([TurnMessage("user", tuple(parts))]), options
+    )
     played = run_program(model, prompt.embed(model, layout, options, 0.0))
     assert n_rows(played.value) == layout.n_rows
     return played

@@ -13,10 +13,11 @@ from shared.config import Compat
 from tests.golden.driver import run_program
 from tests.golden.loaded import load_model
 from tests.golden.replay_chat import step_logits
-from worker.models.minicpmo45 import chat, half_duplex, ops
+from worker.models.contract import Clip, Picture, TurnMessage
+from worker.models.minicpmo45 import chat, half_duplex, ops, prompt
 from worker.models.minicpmo45.chat import ChatRequest, SpeechOut
+from worker.models.minicpmo45.feeding import n_rows
 from worker.models.minicpmo45.half_duplex import HalfDuplexSettings
-from worker.models.minicpmo45.prompt import Clip, Message, Picture
 from worker.nn.code_sampling import CodeSampling
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data"
@@ -41,7 +42,9 @@ class Session:
     def __init__(self, model, settings=GREEDY, slot=0, seed=1):
         self.model, self.state = model, half_duplex.new_state(slot, seed)
         self.play(
-            half_duplex.prepare(model, self.state, Message("system", ("kind ", SAID[0])), settings)
+            half_duplex.prepare(
+                model, self.state, TurnMessage("system", ("kind ", SAID[0])), settings
+            )
         )
 
     def play(self, program):
@@ -49,7 +52,7 @@ class Session:
             return run_program(self.model, program)
 
     def hear(self, *parts):
-        return self.play(half_duplex.prefill(self.model, self.state, Message("user", parts)))
+        return self.play(half_duplex.prefill(self.model, self.state, TurnMessage("user", parts)))
 
     def answer(self, **options):
         return self.play(half_duplex.generate(self.model, self.state, **options))
@@ -128,7 +131,7 @@ def test_every_kind_of_speech_attention_speaks(model, attention, monkeypatch):
 
 def test_a_spoken_chat_answer(model):
     request = ChatRequest(
-        (Message("user", (SEEN, SAID[1], "what is it?")),),
+        (TurnMessage("user", (SEEN, SAID[1], "what is it?")),),
         max_new_tokens=12,
         max_slice_nums=1,
         speech=SpeechOut(sampling=CodeSampling(is_greedy=True, top_p=0.85, top_k=25)),
@@ -145,11 +148,28 @@ def test_a_spoken_chat_answer(model):
 
 
 def test_a_chat_clip_longer_than_the_encoder_holds_is_heard_whole(model):
-    request = ChatRequest((Message("user", (sound(31.25), sound(1))),), max_new_tokens=2)
+    request = ChatRequest((TurnMessage("user", (sound(31.25), sound(1))),), max_new_tokens=2)
 
     with torch.inference_mode():
         played = run_program(model, chat.chat(model, chat.new_state(0, 0), request))
 
     rows = [len(run.result) for run in played.of(ops.ENCODE_CLIP)]
-    assert rows == [300 + 12, 10]
+    assert rows == [300, 12, 10]
     assert step_logits(played).isfinite().all()
+
+
+@pytest.mark.parametrize("seconds", [30.01, 31.25, 61])
+@pytest.mark.parametrize("hears_padding", [False, True])
+@torch.inference_mode()
+def test_a_long_clip_in_ops_of_30_s_equals_it_in_one(model, seconds, hears_padding, monkeypatch):
+    monkeypatch.setattr(model, "compat", Compat(long_clips_hear_padding=hears_padding))
+    heard = sound(seconds)
+    options = prompt.MediaOptions(1, use_image_id=False, is_clip_chunked=True)
+    layout = prompt.lay_out(model, prompt.AUDIO_MARK, (heard,), options)
+
+    played = run_program(model, prompt.embed(model, layout, options, 0.0))
+
+    whole = ops.ClipRequest(heard.samples, is_chunked=True)
+    rows = torch.cat([run.result for run in played.of(ops.ENCODE_CLIP)])
+    torch.testing.assert_close(rows, model.run(ops.ENCODE_CLIP, None, [whole])[0], rtol=0, atol=0)
+    assert n_rows(played.value) == layout.n_rows

@@ -5,26 +5,38 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 
 import httpx
+import numpy as np
 import pytest
 import websockets
 
 from shared.limits import LARGE_FRAME_BYTES
 from shared.protocol import (
     SESSION_PATH,
+    Answered,
+    Ask,
+    ChatMessage,
     Closed,
+    Command,
+    Delta,
+    Event,
     Failure,
     Open,
     Opened,
+    Prefilled,
     Prepare,
     Prepared,
+    PrepareTurns,
     Result,
     Stop,
     Stopped,
+    TextPart,
+    TurnDone,
     encode,
 )
-from shared.states import WorkerState
+from shared.states import SessionState, WorkerState
 from tests.fakes.model import FakeDuplexModel
 from tests.fakes.session import LOUD, chunk, eventually
 from tests.fakes.worker import FakeWorker
@@ -370,6 +382,101 @@ async def test_no_task_is_left_of_connections_that_have_ended(make):
         await peer.send(chunk(0, LOUD), Stop())
         await peer.rest()
     await eventually(lambda: len(asyncio.all_tasks()) <= before)
+
+
+async def chat(worker: FakeWorker, *commands: Command) -> Sequence[Event]:
+    peer = await worker.connect()
+    await peer.send(Open("c", "chat", "chat"), *commands)
+    return await peer.rest()
+
+
+def question(text: str, **fields) -> Ask:
+    return Ask([ChatMessage("user", [TextPart(text)])], **fields)
+
+
+async def test_a_chat_request_over_a_real_socket(make):
+    worker = await make()
+    n_before = (await worker.health()).total_requests
+    events = await chat(worker, question("hello"))
+
+    assert [type(event) for event in events] == [
+        *(Opened, Prefilled, Delta, Delta, Delta, Answered, Closed)
+    ]
+    assert events[-1] == Closed("done")
+    assert n_free(worker) == 2
+    # Chat requests count as units do.
+    assert (await worker.health()).total_requests == n_before + 1
+
+
+async def test_a_session_of_turns_over_a_real_socket(make):
+    worker = await make()
+    peer = await worker.connect()
+    turn = np.concatenate((np.ones(4096, np.float32), np.zeros(16_000, np.float32)))
+    await peer.send(Open("h", "half_duplex", "half_duplex_audio"), PrepareTurns([]))
+    await peer.until(Prepared)
+    await peer.send(chunk(0, np.zeros(8000)), chunk(1, turn))
+    done = await peer.until(TurnDone)
+    await peer.send(Stop())
+
+    assert (done.turn_index, done.text) == (1, "w0 w1 w2 ")
+    assert await peer.until(Closed) == Closed("stopped")
+    assert (await worker.health()).total_requests == 1
+
+
+@pytest.mark.parametrize(
+    ("opening", "word"),
+    [
+        (Open("c", "chat", "chat"), "busy_chat"),
+        (Open("h", "half_duplex", "half_duplex_audio"), "busy_half_duplex"),
+    ],
+)
+async def test_a_worker_without_free_slot_says_which_mode_has_it(make, opening, word):
+    worker = await make(n_slots=1)
+    peer = await worker.connect()
+    await peer.send(opening)
+    await peer.until(Opened)
+
+    assert (await worker.health()).worker_status == word
+
+
+async def test_a_gateway_that_closes_the_socket_stops_the_answer(make):
+    worker = await make(model=FakeDuplexModel(n_pieces=1000), n_slots=1)
+    inside = worker.model.entered["write"] = threading.Event()
+    gate = worker.model.gates["write"] = threading.Event()
+    peer = await worker.connect()
+    await peer.send(Open("c", "chat", "chat"), question("hello"))
+    assert await asyncio.to_thread(inside.wait, 5)
+    await peer.socket.close()
+    host = worker.lifecycle.host
+    await eventually(lambda: host is not None and host.sessions[0].state is SessionState.CLOSING)
+    gate.set()
+    await eventually(lambda: n_free(worker) == 1)
+
+    assert len(worker.model.states[-1].said) == 0
+
+
+async def test_a_worker_that_is_stopped_stops_its_answers(make):
+    worker = await make(model=FakeDuplexModel(n_pieces=1000))
+    inside = worker.model.entered["write"] = threading.Event()
+    gate = worker.model.gates["write"] = threading.Event()
+    peer = await worker.connect()
+    await peer.send(Open("c", "chat", "chat"), question("hello"))
+    assert await asyncio.to_thread(inside.wait, 5)
+    worker.lifecycle.request_stop()
+    assert (await peer.until(Failure)).slug == "worker_lost"
+    gate.set()
+
+    assert await peer.until(Closed) == Closed("draining")
+    assert await worker.code() == 0
+
+
+async def test_an_answer_may_be_larger_than_what_may_wait(make):
+    """Minutes of sound in one message: nothing waits behind it."""
+    worker = await make(model=FakeDuplexModel(speech_samples=1_000_000))
+    events = await chat(worker, question("hello", speaks=True, is_streaming=False))
+
+    assert len(events[2].audio) == 12_000_000
+    assert events[-1] == Closed("done")
 
 
 def test_the_outbox_holds_messages_up_to_its_bound():

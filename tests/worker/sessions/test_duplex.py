@@ -29,45 +29,11 @@ from shared.protocol import (
 )
 from shared.states import SessionState
 from tests.fakes.model import FakeDuplexModel
-from tests.fakes.session import LOUD, SILENT, Stage, chunk, eventually
+from tests.fakes.session import LOUD, SILENT, chunk, entered, eventually, gated
 from worker.engine.slots import SlotState
-from worker.sessions.duplex import DuplexSession, SessionLimits
+from worker.sessions.duplex import DuplexSession
 from worker.sessions.failures import WorkerStopping
-
-
-@pytest.fixture
-async def make():
-    stages: list[Stage] = []
-
-    def make(**fields) -> Stage:
-        stages.append(Stage(**fields))
-        return stages[-1]
-
-    yield make
-    for stage in stages:
-        for session in list(stage.host.sessions.values()):
-            session.end("test over", WorkerStopping("test over"))
-        for gate in stage.model.gates.values():
-            gate.set()
-        closing = [s.closed.wait() for s in list(stage.host.sessions.values())]
-        await asyncio.wait_for(asyncio.gather(*closing), 5)
-        await stage.close()
-
-
-@pytest.fixture
-async def stage(make) -> Stage:
-    return make()
-
-
-def gated(*kinds: str, **fields) -> FakeDuplexModel:
-    gates = {kind: threading.Event() for kind in kinds}
-    entered = {kind: threading.Event() for kind in kinds}
-    return FakeDuplexModel(gates=gates, entered=entered, **fields)
-
-
-async def entered(stage: Stage, kind: str) -> None:
-    assert await asyncio.to_thread(stage.model.entered[kind].wait, 5)
-
+from worker.sessions.host import SessionLimits
 
 # ---- the ordinary life
 

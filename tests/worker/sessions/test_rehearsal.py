@@ -16,7 +16,7 @@ from tests.fakes.model import FakeDuplexModel, FakeState
 from tests.fakes.session import LOUD, SILENT, Stage, chunk
 from tests.media import write_clip
 from worker.sessions import rehearsal
-from worker.sessions.duplex import SessionLimits
+from worker.sessions.host import SessionLimits
 from worker.sessions.rehearsal import (
     ANSWER_S,
     MAX_CLIP_S,

@@ -1,18 +1,24 @@
-"""One turn of the assistant: transcribe, look, think, speak phrase by phrase."""
+"""Thinking and speaking, the same in every kind of session: feed a question, write, say it.
+
+What differs is where an answer goes and how soon it has to be there: see `Answer`.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.limits import OUTPUT_SAMPLE_RATE_HZ
-from worker.engine.contract import Op, Program, TaskHandle, Until
+from shared.errors import BadMessage
+from shared.protocol import Timings
+from worker.engine.contract import Emit, Op, Program, TaskHandle, Until
+from worker.models.cascade.context import Context
 from worker.models.cascade.language import (
     DECODE,
     MAX_PREFILL_TOKENS,
@@ -20,20 +26,24 @@ from worker.models.cascade.language import (
     DecodeRequest,
     PrefillRequest,
 )
-from worker.models.cascade.reading import READ_TEXT, ReadRequest, needs_camera
+from worker.models.cascade.settings import MAX_ANSWER_TOKENS, Generation
 from worker.models.cascade.speech import SYNTHESIZE, PhraseSplitter, SynthesizeRequest
+from worker.nn.sampling import Sampling
 
 if TYPE_CHECKING:
-    from worker.models.cascade.conversation import Conversation
+    from worker.models.cascade.language import Language
     from worker.models.cascade.model import CascadeModel
 
-MAX_ANSWER_TOKENS: Final = 256
+DEFAULT_SYSTEM: Final = "You are a helpful assistant."
+"""Where a client gives no system message; the model was trained with one always. Of six plain
+questions it answered six rightly with this one, five where it is asked to be brief, three where it
+is asked for one or two short spoken sentences."""
 
-MAX_LEAD_S: Final = 6.0
-"""Speech made ahead of what has been handed out; more would be thrown away at an interruption."""
+MAX_PROMPT_SHARE: Final = 0.5
+"""Largest part of the context that the system prompt may take."""
 
-URGENT_S: Final = 0.3
-"""Until its first phrase exists, an answer's ops are due this long after its unit."""
+MIN_ANSWER_TOKENS: Final = 16
+"""A question that leaves less room than this is refused."""
 
 MAX_CONTEXT_SHARE: Final = 0.75
 """The context is trimmed after an answer that leaves it fuller than this, so that the next turn
@@ -46,187 +56,249 @@ PIECE_S: Final = 0.15
 """Time between the deadlines of two prefill ops in a row, about what one takes: long texts let
 the speech of others pass."""
 
-MAX_SEEN_CHARS: Final = 1200
-"""Text of a picture that goes into a question: about 300 tokens."""
+MAX_CHARS_PER_TOKEN: Final = 16
+"""A text of more characters than this for each position of the context is refused unread: cutting
+megabytes into tokens would hold up every session."""
+
+NEVER: Final = 1e9
+"""Length penalty of an ending that must not come yet."""
+
+NO_SAMPLES = np.zeros(0, np.float32)
 
 
 @dataclass(slots=True)
-class Segment:
-    """One phrase of an answer, ready to be handed out."""
+class Talk:
+    """What every kind of session keeps; dropping it and cleaning the slot is the reset."""
 
-    text: str
-    audio: NDArray[np.float32]
-    """24 kHz; empty when the client wants text only."""
-    n_taken: int = 0
-    """Samples handed out."""
+    slot: int
+    clock: Callable[[], float] = time.monotonic
+    """The engine's."""
+    generation: Generation = field(default_factory=Generation)
+    seed: int = 0
+    speaks: bool = True
+    context: Context = field(default_factory=Context)
+    closing: TaskHandle | None = None
+    """Program that outlives an answer: it may still feed the end of it."""
 
 
 @dataclass(slots=True)
-class Answer:
-    """State of one turn, from the user's silence to the last sample handed out."""
+class Costs:
+    """Time spent since it was last reported, in ms by the names of `shared.protocol.Timings`."""
 
-    utterance: NDArray[np.float32]
-    """16 kHz: what the user said."""
-    frame: NDArray[np.uint8] | None
-    """RGB picture the question may be about."""
-    begun_at: float
-    task: TaskHandle | None = None
-    confirmed: bool = False
-    """The user has been silent for long enough: the answer may be heard."""
-    audible: bool = False
-    finished: bool = False
-    """Everything there is to say is in `segments`."""
-    heard: str = ""
-    turn_start: int | None = None
-    """Length of the context before this turn; None = not touched yet."""
-    question_end: int = 0
-    """Length of the context with the question and without anything of the answer."""
-    tokens: list[int] = field(default_factory=list)
-    n_tokens_reported: int = 0
-    segments: deque[Segment] = field(default_factory=deque)
-    costs_ms: dict[str, float] = field(default_factory=dict)
-    """Time spent since the last result, by the names of `shared.protocol.Timings`."""
-
-    @property
-    def buffered_s(self) -> float:
-        n_samples = sum(len(segment.audio) - segment.n_taken for segment in self.segments)
-        return n_samples / OUTPUT_SAMPLE_RATE_HZ
-
-    @property
-    def failed(self) -> bool:
-        return self.task is not None and self.task.error is not None
+    spent_ms: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, stage: str, clock: Callable[[], float]) -> Iterator[None]:
         begun = clock()
         yield
-        self.costs_ms[stage] = self.costs_ms.get(stage, 0.0) + 1000 * (clock() - begun)
+        self.spent_ms[stage] = self.spent_ms.get(stage, 0.0) + 1000 * (clock() - begun)
+
+    def reported(self) -> Timings:
+        """Return what was spent and start over."""
+        spent, self.spent_ms = self.spent_ms, {}
+        return Timings(**spent)
 
 
-def answer_program(model: CascadeModel, state: Conversation, answer: Answer) -> Program:
-    """Fill `answer.segments`, phrase by phrase; end with `answer.finished`."""
-    urgent = answer.begun_at + URGENT_S
-    with answer.timed("transcribe_ms", state.clock):
-        answer.heard = yield from model.transcriber.transcribe(
-            state.slot, answer.utterance, deadline=urgent
+@dataclass(slots=True)
+class Answer(ABC):
+    """An answer while it is written, and where it goes."""
+
+    tokens: list[int] = field(default_factory=list, init=False)
+    was_cut: bool = field(default=False, init=False)
+    """It did not end by itself."""
+    costs: Costs = field(default_factory=Costs, init=False)
+
+    @abstractmethod
+    def text_due(self) -> float:
+        """Return the engine clock by which the next token is needed."""
+
+    @abstractmethod
+    def speech_due(self) -> float:
+        """Return the engine clock by which the sound of the phrase at hand is needed."""
+
+    @abstractmethod
+    def put(self, text: str, audio: NDArray[np.float32]) -> Emit | None:
+        """Take the next piece, sound in 24 kHz; returns what has to be emitted for it, if anything.
+
+        Pieces are phrases if `comes_in_phrases()`, else what each token adds.
+        """
+
+    def comes_in_phrases(self) -> bool:
+        return True
+
+    def wants_more(self) -> bool:
+        """Say whether it goes on now; looked at again whenever the session advances."""
+        return True
+
+
+# ---- the context
+
+
+def checked_system(model: CascadeModel, text: str) -> tuple[int, ...]:
+    """Return the tokens of a system message.
+
+    Raises:
+        BadMessage: it leaves too little room for a conversation.
+    """
+    limit = int(MAX_PROMPT_SHARE * model.context_tokens)
+    check_chars(len(text), limit, "system_prompt")
+    system = model.language.system_tokens(text)
+    if len(system) > limit:
+        raise BadMessage(f"system_prompt has {len(system)} tokens, at most {limit}: shorten it")
+    return system
+
+
+def check_chars(n_chars: int, n_tokens: int, name: str) -> None:
+    """Refuse a text that cannot be `n_tokens` tokens or less, whatever it says."""
+    limit = MAX_CHARS_PER_TOKEN * n_tokens
+    if n_chars > limit:
+        raise BadMessage(
+            f"{name}: {n_chars} characters are more than the context of this model holds, which is "
+            f"{limit} at the very most (and {n_tokens} tokens): shorten it"
         )
-    if answer.heard:
-        yield from _think(model, state, answer, urgent)
-    answer.finished = True
-    yield from _tidy(model, state, answer)
 
 
-def _think(model: CascadeModel, state: Conversation, answer: Answer, urgent: float) -> Program:
-    question = yield from _question(state, answer, urgent)
-    context, language = state.context, model.language
-    stop_closing(state)
-    answer.turn_start = context.begin_turn(language.user_tokens(question))
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Where a turn stands in the context."""
+
+    start: int
+    end: int
+    """Length of the context with the question and without anything of the answer."""
+    n_most: int
+    """Tokens of an answer for which there is room."""
+
+
+def begin_turn(model: CascadeModel, talk: Talk, text: str) -> Question:
+    """Append the user's words and what opens an answer; the oldest turns go if it gets too long.
+
+    Raises:
+        BadMessage: even alone the question leaves no room for an answer; nothing was changed.
+    """
+    context, language = talk.context, model.language
+    tokens = language.user_tokens(text)
     around = len(language.answer_opening) + len(language.turn_end_tokens)
-    if len(context) + around + MAX_ANSWER_TOKENS > model.context_tokens:
-        answer.turn_start += context.drop_oldest(int(KEEP_CONTEXT_SHARE * model.context_tokens))
-    answer.question_end = len(context)
+    room = model.context_tokens - context.n_system - len(tokens) - around
+    if room < MIN_ANSWER_TOKENS:
+        raise BadMessage(
+            f"the question has {len(tokens)} tokens: with the system message of "
+            f"{context.n_system} and an answer it does not fit into the context of "
+            f"{model.context_tokens}"
+        )
+    stop_closing(talk)
+    start = context.begin_turn(tokens)
+    wanted = min(talk.generation.n_most, MAX_ANSWER_TOKENS)
+    if len(context) + around + wanted > model.context_tokens:
+        start += context.drop_oldest(int(KEEP_CONTEXT_SHARE * model.context_tokens))
+    end = len(context)
     context.append(language.answer_opening)
-    room = model.context_tokens - len(context) - len(language.turn_end_tokens)
-    detokeniser, splitter = language.detokeniser(), PhraseSplitter()
-
-    with answer.timed("prefill_ms", state.clock):
-        token = yield from feed(state, urgent, choose=True)
-    while not language.is_end(token) and len(answer.tokens) < min(MAX_ANSWER_TOKENS, room):
-        text = detokeniser.push(token)
-        answer.tokens.append(token)
-        context.append([token])
-        yield from _speak(model, state, answer, splitter.push(text))
-        if is_looping(answer.tokens):
-            break
-        yield Until(lambda: answer.buffered_s < MAX_LEAD_S, float("inf"))
-        with answer.timed("decode_ms", state.clock):
-            token = yield from _decode(state, answer)
-    rest = splitter.push(detokeniser.flush()) + splitter.flush()
-    yield from _speak(model, state, answer, rest)
-    context.append(language.turn_end_tokens)
+    return Question(start, end, model.context_tokens - end - around)
 
 
-def _question(state: Conversation, answer: Answer, deadline: float) -> Program:
-    """The user's words, with what the camera shows if they are about that."""
-    if answer.frame is None or not needs_camera(answer.heard):
-        return answer.heard
-    with answer.timed("vision_ms", state.clock):
-        seen = yield Op(READ_TEXT, ReadRequest(answer.frame), deadline=deadline)
-    if not seen:
-        return answer.heard
-    return f"The camera shows this text:\n{seen[:MAX_SEEN_CHARS]}\n\n{answer.heard}"
+def trim(model: CascadeModel, talk: Talk) -> int:
+    """Make room for the next turn; return by how much what is kept has moved (zero or less)."""
+    if len(talk.context) <= MAX_CONTEXT_SHARE * model.context_tokens:
+        return 0
+    return talk.context.drop_oldest(int(KEEP_CONTEXT_SHARE * model.context_tokens))
 
 
-def stop_closing(state: Conversation) -> None:
+def stop_closing(talk: Talk) -> None:
     """From now on somebody else feeds the context: two at a time would feed the same tokens."""
-    if state.closing is not None:
-        state.closing.cancel()
-        state.closing = None
+    if talk.closing is not None:
+        talk.closing.cancel()
+        talk.closing = None
 
 
-def _decode(state: Conversation, answer: Answer) -> Program:
-    """Feed the newest token, return the next one."""
-    position = state.context.n_fed
-    (token,) = state.context.unfed(1)
-    request = DecodeRequest(
-        state.slot,
-        token,
-        position,
-        state.sampling,
-        recent=tuple(answer.tokens[-state.sampling.window :]),
-        seed=state.seed,
-    )
-    deadline = state.now + answer.buffered_s if answer.audible else answer.begun_at + URGENT_S
-    chosen = yield Op(DECODE, request, deadline=deadline)
-    state.context.mark_fed(position, [token])
-    return chosen
-
-
-def _speak(
-    model: CascadeModel, state: Conversation, answer: Answer, phrases: Sequence[str]
-) -> Program:
-    for phrase in phrases:
-        audio = np.zeros(0, np.float32)
-        if state.generate_audio:
-            deadline = state.now + answer.buffered_s
-            with answer.timed("vocode_ms", state.clock):
-                audio = yield Op(SYNTHESIZE, SynthesizeRequest(phrase), deadline=deadline)
-        answer.segments.append(Segment(phrase, audio))
-
-
-def _tidy(model: CascadeModel, state: Conversation, answer: Answer) -> Program:
-    """Close the turn in the cache and make room for the next one, while this one is being heard."""
-    context = state.context
-    if len(context) > MAX_CONTEXT_SHARE * model.context_tokens:
-        shift = context.drop_oldest(int(KEEP_CONTEXT_SHARE * model.context_tokens))
-        answer.question_end += shift
-        if answer.turn_start is not None:
-            answer.turn_start += shift
-    yield from feed(state, deadline=state.now + 1.0)
-
-
-def feed(state: Conversation, deadline: float, choose: bool = False) -> Program:
-    """Bring the cache up to the context, in pieces; with `choose` return the next token.
+def feed(talk: Talk, deadline: float, sampling: Sampling | None = None) -> Program:
+    """Bring the cache up to the context, in pieces; with `sampling` return the next token.
 
     Args:
         deadline: of the first piece.
     """
-    context = state.context
+    context = talk.context
     chosen = None
     while piece := context.unfed(MAX_PREFILL_TOKENS):
         start = context.n_fed
         is_last = start + len(piece) == len(context)
         request = PrefillRequest(
-            state.slot,
-            piece,
-            start,
-            sampling=state.sampling if choose and is_last else None,
-            seed=state.seed,
+            talk.slot, piece, start, sampling=sampling if is_last else None, seed=talk.seed
         )
         chosen = yield Op(PREFILL, request, deadline=deadline)
         deadline += PIECE_S
         context.mark_fed(start, piece)
     return chosen
+
+
+# ---- the answer
+
+
+def take_in(model: CascadeModel, talk: Talk, answer: Answer) -> Program:
+    """Feed what stands in the context; the value is the first token of the answer."""
+    with answer.costs.timed("prefill_ms", talk.clock):
+        sampling = sampling_at(model.language, talk.generation, 0)
+        token = yield from feed(talk, answer.text_due(), sampling)
+    return token
+
+
+def write(model: CascadeModel, talk: Talk, answer: Answer, token: int, n_most: int) -> Program:
+    """Write the answer that begins with a token, and say it.
+
+    What was written stays in the context, the end of the turn is appended and not yet fed.
+    """
+    context, language = talk.context, model.language
+    detokeniser, splitter = language.detokeniser(), PhraseSplitter()
+    in_phrases = answer.comes_in_phrases()
+    while not language.is_end(token):
+        text = detokeniser.push(token)
+        answer.tokens.append(token)
+        context.append([token])
+        yield from _say(talk, answer, splitter.push(text) if in_phrases else [text])
+        if len(answer.tokens) >= n_most or is_looping(answer.tokens):
+            answer.was_cut = True
+            break
+        yield Until(answer.wants_more, float("inf"))
+        with answer.costs.timed("decode_ms", talk.clock):
+            token = yield from _decode(model, talk, answer)
+    rest = detokeniser.flush()
+    yield from _say(talk, answer, splitter.push(rest) + splitter.flush() if in_phrases else [rest])
+    context.append(language.turn_end_tokens)
+
+
+def _say(talk: Talk, answer: Answer, pieces: Sequence[str]) -> Program:
+    for piece in filter(None, pieces):
+        audio = NO_SAMPLES
+        if talk.speaks:
+            request = SynthesizeRequest(piece)
+            with answer.costs.timed("vocode_ms", talk.clock):
+                audio = yield Op(SYNTHESIZE, request, deadline=answer.speech_due())
+        emit = answer.put(piece, audio)
+        if emit is not None:
+            yield emit
+
+
+def _decode(model: CascadeModel, talk: Talk, answer: Answer) -> Program:
+    """Feed the newest token, return the next one."""
+    position = talk.context.n_fed
+    (token,) = talk.context.unfed(1)
+    sampling = sampling_at(model.language, talk.generation, len(answer.tokens))
+    request = DecodeRequest(
+        talk.slot,
+        token,
+        position,
+        sampling,
+        recent=tuple(answer.tokens[-sampling.window :]),
+        seed=talk.seed,
+    )
+    chosen = yield Op(DECODE, request, deadline=answer.text_due())
+    talk.context.mark_fed(position, [token])
+    return chosen
+
+
+def sampling_at(language: Language, generation: Generation, n_said: int) -> Sampling:
+    """Return how the token after `n_said` of an answer is chosen: endings may have to wait."""
+    if n_said >= generation.n_least:
+        return generation.sampling
+    return replace(generation.sampling, endings=language.endings, length_penalty=NEVER)
 
 
 def is_looping(tokens: Sequence[int]) -> bool:

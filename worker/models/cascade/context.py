@@ -23,6 +23,10 @@ class Context:
         return len(self._tokens)
 
     @property
+    def n_system(self) -> int:
+        return len(self._system)
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         return tuple(self._tokens)
 

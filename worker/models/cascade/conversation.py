@@ -12,20 +12,16 @@ on talking, the context is cut back, the utterance grows.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import BadMessage
 from shared.limits import INPUT_SAMPLE_RATE_HZ, OUTPUT_SAMPLE_RATE_HZ
-from shared.protocol import DuplexSettings, Timings
-from worker.engine.contract import Emit, Op, Program, Spawn, TaskHandle, Until
-from worker.models.cascade.answer import Answer, answer_program, feed, stop_closing
+from worker.engine.contract import Emit, Op, Program, Spawn, Until
+from worker.models.cascade.answer import Talk, checked_system, feed, stop_closing
 from worker.models.cascade.context import Context
 from worker.models.cascade.endpointing import (
     EARLY_SILENCE_S,
@@ -34,32 +30,13 @@ from worker.models.cascade.endpointing import (
     WINDOW_SAMPLES,
     Endpointer,
 )
+from worker.models.cascade.live_answer import LiveAnswer, answer_program
+from worker.models.cascade.settings import DUPLEX_HONOURED, generation_of_duplex
 from worker.models.contract import PreparedInfo, Prompt, Unit, UnitResult
 from worker.models.voice_activity import DETECT_SPEECH, DetectRequest, VadState
-from worker.nn.sampling import Sampling
 
 if TYPE_CHECKING:
     from worker.models.cascade.model import CascadeModel
-
-HONOURED: Final = frozenset(
-    {
-        "temperature",
-        "top_k",
-        "top_p",
-        "text_repetition_penalty",
-        "text_repetition_window_size",
-        "decode_mode",
-        "force_listen_count",
-        "generate_audio",
-    }
-)
-"""Settings that mean something to this back end; all others are named in `prepared.ignored`."""
-
-SAMPLED: Final = Sampling(temperature=0.7, top_k=20, top_p=0.8)
-"""What sampling means where a client asks for it without saying how (the reference's defaults)."""
-
-MAX_PROMPT_SHARE: Final = 0.5
-"""Largest part of the context that the system prompt may take."""
 
 MAX_UTTERANCE_S: Final = 120.0
 
@@ -76,22 +53,15 @@ NEXT_AUDIO_HOLD_S: Final = 0.3
 FRAME_MAX_AGE_UNITS: Final = 5
 
 
-N = TypeVar("N", int, float)
-
-
 @dataclass(slots=True)
-class Conversation:
-    """All state of one session; dropping it and cleaning the slot is the reset."""
+class Conversation(Talk):
+    """All state of one duplex session.
 
-    slot: int
-    clock: Callable[[], float] = time.monotonic
-    """The engine's."""
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    generate_audio: bool = True
+    Its `closing` is the program of the last answer that was handed out whole.
+    """
+
     n_units_to_force: int = 0
     """Units that still have to listen, whatever is said in them."""
-    context: Context = field(default_factory=Context)
     vad: VadState = field(default_factory=VadState.initial)
     ears: Endpointer = field(default_factory=Endpointer)
     audio: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -99,14 +69,10 @@ class Conversation:
     n_samples: int = 0
     frame: NDArray[np.uint8] | None = None
     frame_unit: int = 0
-    answer: Answer | None = None
-    closing: TaskHandle | None = None
-    """Program of the last answer that was handed out whole: it may still feed the end of it."""
+    answer: LiveAnswer | None = None
     last_audio_unit: int | None = None
     """The unit whose result last held speech that the client may still be playing."""
     was_interrupted: bool = False
-    now: float = 0.0
-    """Engine clock at the newest unit's arrival."""
 
     def listen_to(self, samples: NDArray[np.float32]) -> None:
         """Append input audio; keep what an utterance may need."""
@@ -139,20 +105,17 @@ def prepare(model: CascadeModel, state: Conversation, prompt: Prompt) -> Program
         BadMessage: the prompt leaves too little room for a conversation.
     """
     settings = prompt.settings
-    system = model.language.system_tokens(prompt.system_prompt)
-    if len(system) > MAX_PROMPT_SHARE * model.context_tokens:
-        limit = int(MAX_PROMPT_SHARE * model.context_tokens)
-        raise BadMessage(f"system_prompt has {len(system)} tokens, at most {limit}: shorten it")
+    system = checked_system(model, prompt.system_prompt)
     if state.answer is not None:
         _drop(state, state.answer)
     stop_closing(state)
     state.ears.finish()
-    state.sampling = _sampling(settings)
-    state.generate_audio = settings.generate_audio is not False
+    state.generation = generation_of_duplex(settings)
+    state.speaks = settings.generate_audio is not False
     state.n_units_to_force = settings.force_listen_count or 0
     state.context = Context(system)
     yield from feed(state, deadline=state.clock())
-    ignored = set(settings.said()) - HONOURED
+    ignored = set(settings.said()) - DUPLEX_HONOURED
     if prompt.reference_voice.size or prompt.tts_reference_voice.size:
         ignored.add("reference_voice")
     return PreparedInfo(
@@ -167,7 +130,8 @@ def prepare(model: CascadeModel, state: Conversation, prompt: Prompt) -> Program
 def unit(model: CascadeModel, state: Conversation, unit: Unit) -> Program:
     """One second: listen, decide, hand out at most one second of speech."""
     begun = state.clock()
-    state.now = unit.arrived_at
+    if state.answer is not None:
+        state.answer.now = unit.arrived_at
     if unit.frames:
         state.frame, state.frame_unit = unit.frames[-1], unit.index
 
@@ -181,7 +145,8 @@ def unit(model: CascadeModel, state: Conversation, unit: Unit) -> Program:
     state.listen_to(unit.audio)
 
     if state.answer is None and not forced and _may_answer(state):
-        state.answer = Answer(state.audio, _fresh_frame(state, unit.index), unit.arrived_at)
+        frame = _fresh_frame(state, unit.index)
+        state.answer = LiveAnswer(state.audio, frame, unit.arrived_at, unit.arrived_at)
         program = answer_program(model, state, state.answer)
         state.answer.task = yield Spawn(program, name="answer")
     if state.answer is not None and state.ears.has_ended:
@@ -212,10 +177,6 @@ def interrupt(state: Conversation) -> None:
         state.last_audio_unit = None
 
 
-def end(model: CascadeModel, state: Conversation) -> None:
-    model.poison_slot(state.slot)
-
-
 def _decide_the_floor(
     state: Conversation, unit_index: int, probabilities: list[float], forced: bool
 ) -> None:
@@ -231,7 +192,7 @@ def _decide_the_floor(
         state.last_audio_unit = None
 
 
-def _drop(state: Conversation, answer: Answer) -> None:
+def _drop(state: Conversation, answer: LiveAnswer) -> None:
     """End the running answer.
 
     One that nobody has heard is undone with its question: the user's turn goes on. Of one that is
@@ -266,7 +227,7 @@ def _wait_for_speech(state: Conversation, arrived_at: float) -> Program:
         # An interrupt may drop the answer while this unit waits for it.
         if answer.finished or answer.failed or state.answer is not answer:
             return True
-        has_enough = answer.buffered_s >= enough_s or not state.generate_audio
+        has_enough = answer.buffered_s >= enough_s or not state.speaks
         return bool(answer.segments) and has_enough
 
     yield Until(is_ready, arrived_at + hold_s)
@@ -300,19 +261,18 @@ def _hand_out(state: Conversation, unit_index: int) -> UnitResult:
         state.answer, state.closing = None, answer.task
     if audio.size:
         state.last_audio_unit = unit_index
-    costs, answer.costs_ms = answer.costs_ms, {}
     return UnitResult(
         is_listen=not text and not audio.size and ended,
         text=text,
         audio=audio,
         end_of_turn=ended and bool(text or audio.size),
         heard=answer.heard if first else "",
-        timings=Timings(**costs),
+        timings=answer.costs.reported(),
         n_tokens=n_tokens,
     )
 
 
-def _take(answer: Answer, n_samples: int) -> tuple[str, NDArray[np.float32]]:
+def _take(answer: LiveAnswer, n_samples: int) -> tuple[str, NDArray[np.float32]]:
     """Take up to `n_samples` of speech; a phrase's text comes with its first sample."""
     texts: list[str] = []
     parts: list[NDArray[np.float32]] = []
@@ -328,22 +288,3 @@ def _take(answer: Answer, n_samples: int) -> tuple[str, NDArray[np.float32]]:
             answer.segments.popleft()
     audio = np.concatenate(parts) if parts else np.zeros(0, np.float32)
     return "".join(texts), audio
-
-
-def _sampling(settings: DuplexSettings) -> Sampling:
-    """Greedy unless the client asks for sampling: a model this small is at its best there."""
-    asked = {settings.temperature, settings.top_k, settings.top_p} != {None}
-    wants_sampling = settings.decode_mode == "sampling" or asked
-    base = SAMPLED if wants_sampling and settings.decode_mode != "greedy" else Sampling()
-    temperature = 0.0 if settings.decode_mode == "greedy" else settings.temperature
-    return Sampling(
-        temperature=said_or(temperature, base.temperature),
-        top_k=said_or(settings.top_k, base.top_k),
-        top_p=said_or(settings.top_p, base.top_p),
-        repetition_penalty=said_or(settings.text_repetition_penalty, base.repetition_penalty),
-        window=said_or(settings.text_repetition_window_size, base.window),
-    )
-
-
-def said_or(said: N | None, default: N) -> N:
-    return default if said is None else said

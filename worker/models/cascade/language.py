@@ -150,10 +150,14 @@ class Language:
 
     def system_tokens(self, text: str) -> tuple[int, ...]:
         """Return a whole system message."""
-        return self._message("system", text)
+        return self.message_tokens("system", text)
 
     def user_tokens(self, text: str) -> tuple[int, ...]:
-        return self._message("user", text)
+        return self.message_tokens("user", text)
+
+    def message_tokens(self, role: str, text: str) -> tuple[int, ...]:
+        """Return a whole message of system, user or assistant."""
+        return (self._begin, *self.text_tokens(f"{role}\n{text}"), *self.turn_end_tokens)
 
     @property
     def answer_opening(self) -> tuple[int, ...]:
@@ -165,14 +169,16 @@ class Language:
         """What closes an answer in the cache, whether it was finished or cut off."""
         return (self.end_of_turn, *self._newline)
 
+    @property
+    def endings(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return (self.end_of_turn, self._end_of_text)
+
     def is_end(self, token: int) -> bool:
-        return token in (self.end_of_turn, self._end_of_text)
+        return token in self.endings
 
     def detokeniser(self) -> Detokeniser:
         return Detokeniser(self._tokenizer, self._silent)
-
-    def _message(self, role: str, text: str) -> tuple[int, ...]:
-        return (self._begin, *self.text_tokens(f"{role}\n{text}"), *self.turn_end_tokens)
 
     # ---- ops
 

@@ -1,7 +1,7 @@
 """The embedded back end: silero VAD -> Whisper -> SmolLM2 -> hibari, and OCR on frames.
 
 A real conversation on a CPU without any download. This module loads the parts and runs their ops;
-what a session does with them stands in `conversation.py`.
+what a session does with them stands in `conversation.py` (full duplex), `turns.py` and `chat.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from worker.compile.compiler import Compiler
 from worker.engine.contract import Program
 from worker.models.batches import one_by_one
-from worker.models.cascade import conversation
+from worker.models.cascade import chat, conversation, turns
 from worker.models.cascade.hearing import (
     ENCODE_SPEECH,
     TRANSCRIBE_STEP,
@@ -25,7 +27,7 @@ from worker.models.cascade.language import DECODE, MAX_DECODE_ROWS, PREFILL, Lan
 from worker.models.cascade.reading import READ_TEXT, Reader
 from worker.models.cascade.speech import DEFAULT_VOICE, SYNTHESIZE, Speaker
 from worker.models.cascade.weights import WHISPER, load_smollm2, load_whisper
-from worker.models.contract import Progress, Prompt, Unit
+from worker.models.contract import ChatQuestion, Progress, Prompt, TurnPrompt, Unit
 from worker.models.packages import SILERO
 from worker.models.voice_activity import DETECT_SPEECH, SpeechDetector
 
@@ -45,7 +47,9 @@ MAX_BATCH: Mapping[str, int] = {DECODE: MAX_DECODE_ROWS, TRANSCRIBE_STEP: 8}
 
 
 class CascadeModel:
-    """The cascade as a `DuplexModel`. It keeps weights and caches; sessions keep their state.
+    """The cascade as a `DuplexModel` and a `TurnModel`, of all kinds of sessions at once.
+
+    It keeps weights and caches; sessions keep their state.
 
     Args:
         data_dir: converted weights are kept in its `cache` folder.
@@ -139,4 +143,24 @@ class CascadeModel:
         conversation.interrupt(state)
 
     def end(self, state: Any) -> None:
-        conversation.end(self, state)
+        self.poison_slot(state.slot)
+
+    # ---- turns and chat
+
+    def chat_state(self, slot: int) -> Any:
+        return chat.new_state(slot)
+
+    def chat(self, state: Any, question: ChatQuestion) -> Program:
+        return chat.chat(self, state, question)
+
+    def turn_state(self, slot: int) -> Any:
+        return turns.new_state(slot)
+
+    def prepare_turns(self, state: Any, prompt: TurnPrompt) -> Program:
+        return turns.prepare(self, state, prompt)
+
+    def detect_speech(self, state: Any, samples: NDArray[np.float32]) -> Program:
+        return turns.detect_speech(state, samples)
+
+    def turn(self, state: Any, samples: NDArray[np.float32]) -> Program:
+        return turns.turn(self, state, samples)

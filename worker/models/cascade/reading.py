@@ -19,6 +19,9 @@ MIN_SIDE = 16
 frame as the package does it (736 pixels at least), and print of 18 pixels is still read. A strip
 of less than `MIN_SIDE` shows no text, and the package fails on it."""
 
+MAX_SEEN_CHARS = 1200
+"""Text of a picture that goes into a question: about 300 tokens."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadRequest:
@@ -73,6 +76,11 @@ def join_lines(found: list[tuple[list[list[float]], str, float]]) -> str:
     return "\n".join(
         " ".join(text for _, _, _, text in sorted(line, key=lambda box: box[2])) for line in lines
     )
+
+
+def cut_text(seen: str) -> str:
+    """Return as much of a picture's text as a question may hold."""
+    return seen[:MAX_SEEN_CHARS]
 
 
 _SEEING = re.compile(

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from shared.errors import BadMessage
 from worker.engine.contract import Emit, Op, Program
+from worker.models.contract import Piece, Taken, TurnMessage
 from worker.models.minicpmo45 import ops
 from worker.models.minicpmo45.draws import Draws, SeededDraws
 from worker.models.minicpmo45.feeding import feed
-from worker.models.minicpmo45.ops import Choice, Fed, Piece, Step
+from worker.models.minicpmo45.ops import Choice, Fed, Step
 from worker.models.minicpmo45.prompt import (
     Layout,
     MediaOptions,
-    Message,
     embed,
     has_audio,
     lay_out,
@@ -34,7 +34,6 @@ from worker.models.minicpmo45.prompt import (
 )
 from worker.models.minicpmo45.speaking import (
     NO_SAMPLES,
-    Delta,
     TextStream,
     Utterance,
     Words,
@@ -71,7 +70,7 @@ class SpeechOut:
 class ChatRequest:
     """What a client asks; the defaults are the original's, but for the single beam."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[TurnMessage, ...]
     max_new_tokens: int = 512
     min_new_tokens: int = 0
     do_sample: bool = True
@@ -79,6 +78,9 @@ class ChatRequest:
     top_p: float = 0.8
     top_k: int = 100
     repetition_penalty: float = 1.02
+    length_penalty: float = 1.0
+    """Above 1: the answer becomes longer. One beam alone has no lengths to compare, so it acts on
+    what ends the answer, as in half duplex."""
     num_beams: int = 1
     max_input_tokens: int = MAX_INPUT_TOKENS
     max_slice_nums: int | None = None
@@ -93,13 +95,6 @@ class ChatRequest:
     speech: SpeechOut | None = None
     is_streaming: bool = True
     """Emit text and sound as they come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """Emitted once the messages are in the context."""
-
-    n_input_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +131,7 @@ def new_state(slot: int, seed: int) -> ChatState:
 def chat(model: MiniCpmO45, state: ChatState, request: ChatRequest) -> Program:
     """Answer a request.
 
-    Emits `Prefilled`, then `Delta`s if it streams; the value is an `Answer`. Closing the program
+    Emits `Taken`, then `Piece`s if it streams; the value is an `Answer`. Closing the program
     stops it for good.
 
     Raises:
@@ -228,7 +223,7 @@ def _write(
     model: MiniCpmO45,
     state: ChatState,
     request: ChatRequest,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ops.Piece],
     n_input: int,
 ) -> Program:
     """Feed the prompt and generate; the value is what was `Written`."""
@@ -240,6 +235,8 @@ def _write(
         top_p=request.top_p,
         repetition_penalty=request.repetition_penalty,
         window=request.max_new_tokens,
+        endings=tuple(sorted(endings)),
+        length_penalty=request.length_penalty,
     )
     written = Written()
 
@@ -251,7 +248,7 @@ def _write(
 
     fed: Fed = yield from feed(state.slot, 0, pieces, DEADLINE, choice())
     state.n_tokens = n_input
-    yield Emit(Prefilled(n_input))
+    yield Emit(Taken(n_input))
     stream = TextStream(model.tokenizer)
     n_most = min(request.max_new_tokens, model.n_positions - n_input)
     while len(written.ids) < n_most:
@@ -263,7 +260,7 @@ def _write(
             break
         text = stream.push(token)
         if request.is_streaming and text:
-            yield Emit(Delta(text, token_ids=(token,)))
+            yield Emit(Piece(text))
         is_last = len(written.ids) == n_most
         if is_last and request.speech is None:
             break
@@ -274,7 +271,7 @@ def _write(
             written.states.append(fed.hidden)
     rest = stream.flush()
     if request.is_streaming and rest:
-        yield Emit(Delta(rest))
+        yield Emit(Piece(rest))
     return written
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from shared.errors import BadMessage
 from worker.engine.contract import Emit, Op, Program
+from worker.models.contract import Piece, TurnMessage
 from worker.models.minicpmo45 import ops
 from worker.models.minicpmo45.draws import Draws, SeededDraws
 from worker.models.minicpmo45.feeding import feed, n_rows
 from worker.models.minicpmo45.ops import Fed, Step
 from worker.models.minicpmo45.prompt import (
     MediaOptions,
-    Message,
     content,
     embed,
     encoded,
@@ -34,13 +34,13 @@ from worker.models.minicpmo45.prompt import (
 )
 from worker.models.minicpmo45.speaking import (
     NO_SAMPLES,
-    Delta,
     TextStream,
     Utterance,
     Words,
     say,
 )
 from worker.models.minicpmo45.turn_text import CHUNK_TOKENS, Sampler
+from worker.models.voice_activity import VadState
 from worker.nn.code_sampling import CodeSampling
 from worker.nn.shapes import rounded_up
 
@@ -133,6 +133,8 @@ class HalfDuplex:
     """The newest round waits for its answer."""
     voice: Any = None
     saved: Saved | None = None
+    vad: VadState = field(default_factory=VadState.initial)
+    """Of whoever looks for speech in what the client sends."""
 
 
 def new_state(slot: int, seed: int) -> HalfDuplex:
@@ -145,7 +147,7 @@ def new_state(slot: int, seed: int) -> HalfDuplex:
 def prepare(
     model: MiniCpmO45,
     state: HalfDuplex,
-    system: Message | None,
+    system: TurnMessage | None,
     settings: HalfDuplexSettings,
     voice: NDArray[np.float32] | None = None,
 ) -> Program:
@@ -171,7 +173,7 @@ def prepare(
     return state.n_tokens
 
 
-def prefill(model: MiniCpmO45, state: HalfDuplex, message: Message) -> Program:
+def prefill(model: MiniCpmO45, state: HalfDuplex, message: TurnMessage) -> Program:
     """Feed a message, or one more part of the user's turn; the value is what was `TakenIn`.
 
     A message that fails, or whose program is closed, leaves the context as it was, but for older
@@ -226,6 +228,18 @@ def _register(model: MiniCpmO45, state: HalfDuplex, n_fed: int, is_system: bool)
         state.rounds.append(-n_closing)
         state.is_user_turn = True
     state.rounds[-1] += n_fed
+
+
+def drop_question(model: MiniCpmO45, state: HalfDuplex) -> None:
+    """Forget what the user has said in a turn that never got its answer."""
+    assert state.is_user_turn, "the last round has its answer"
+    state.n_tokens -= state.rounds.pop()
+    if state.rounds:
+        # The next question brings what closes the answer before.
+        n_closing = len(encoded(model, ANSWER_CLOSING))
+        state.rounds[-1] -= n_closing
+        state.n_tokens -= n_closing
+    state.is_user_turn, state.saved = False, None
 
 
 def _opening(state: HalfDuplex) -> str:
@@ -294,7 +308,7 @@ def _plan_drop(model: MiniCpmO45, state: HalfDuplex, n_new: int) -> tuple[int, i
 
 
 def generate(model: MiniCpmO45, state: HalfDuplex, saves: bool = False) -> Program:
-    """Answer the user's turn. Emits `Delta`s: a chunk's text, then its sound second by second.
+    """Answer the user's turn. Emits `Piece`s: a chunk's text, then its sound second by second.
 
     Closing the program ends the answer where it is.
 
@@ -332,7 +346,7 @@ def generate(model: MiniCpmO45, state: HalfDuplex, saves: bool = False) -> Progr
         words, token = yield from _next_words(model, state, sampler, token, n_next, deadline)
         is_over = token in sampler.endings or len(sampler.said) == n_most
         texts.append("".join(map(stream.push, words.ids)) + (stream.flush() if is_over else ""))
-        yield Emit(Delta(texts[-1], token_ids=words.ids))
+        yield Emit(Piece(texts[-1]))
         deadline = model.clock() + REPLY_S
         if voice is not None:
             made = yield from say(

@@ -1,8 +1,8 @@
-"""MiniCPM-o 4.5 as a `DuplexModel`: its parts, its caches, and the runner of its ops.
+"""MiniCPM-o 4.5 as a `DuplexModel` and a `TurnModel`: parts, caches, and the runner of its ops.
 
-What a session does with the ops stands in `duplex.py`, `half_duplex.py` and `chat.py`; how
-weights come into memory in `weights.py` and `token2wav.py`. One model serves all modes at once:
-a mode is a program on a slot.
+What a session does with the ops stands in `duplex.py`, `half_duplex.py` and `chat.py` (the latter
+two as the contract has them: `turns.py`); how weights come into memory in `weights.py` and
+`token2wav.py`. One model serves all modes at once: a mode is a program on a slot.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shared.errors import EngineFault, ModelLoadError, VoiceUnavailable
 from worker.compile.compiler import Compiler
 from worker.engine.contract import Op, Program
 from worker.models.batches import one_by_one
-from worker.models.contract import Progress, Prompt, Unit
-from worker.models.minicpmo45 import duplex, ops, voice_stages
+from worker.models.contract import ChatQuestion, Progress, Prompt, TurnPrompt, Unit
+from worker.models.minicpmo45 import chat, duplex, half_duplex, ops, turns, voice_stages
 from worker.models.minicpmo45.language import Language
 from worker.models.minicpmo45.language_stages import MOST_FEEDS, MOST_STEPS
 from worker.models.minicpmo45.loading import Loaded
@@ -36,6 +36,8 @@ from worker.models.minicpmo45.ops import PreparedInput, Spoken
 from worker.models.minicpmo45.senses import Senses
 from worker.models.minicpmo45.speech_stages import SpeechStages
 from worker.models.minicpmo45.window import WindowSettings
+from worker.models.packages import SILERO
+from worker.models.voice_activity import DETECT_SPEECH, SpeechDetector
 from worker.nn.code_sampling import CodeSampling
 from worker.nn.decoder import KvCache
 from worker.nn.mel import clip_mel
@@ -52,6 +54,7 @@ LANGUAGE = "language"
 LANES: Mapping[str, str] = {
     ops.PREPARE_INPUT: HOST,
     ops.PREPARE_VOICE: HOST,
+    DETECT_SPEECH: HOST,
     ops.ENCODE_IMAGES: LANGUAGE,
     ops.ENCODE_AUDIO: LANGUAGE,
     ops.ENCODE_CLIP: LANGUAGE,
@@ -126,6 +129,8 @@ class MiniCpmO45:
 
     def load_model(self, progress: Progress) -> None:
         """Read the weights. Raises ModelLoadError."""
+        # What is small is read first: whatever is wrong with it is known at once.
+        self._detector = SpeechDetector(SILERO.locate())
         with enough_memory("for the weights of the model"):
             loaded = self._load(progress)
         self.config = loaded.config
@@ -203,6 +208,11 @@ class MiniCpmO45:
         return self.token2wav is not None
 
     @property
+    def can_learn_voices(self) -> bool:
+        """Whether clients can bring a voice."""
+        return self.has_voice and self.voice_encoder is not None
+
+    @property
     def n_image_tokens(self) -> int:
         """Rows of one image slice."""
         return self.config.resampler.n_queries
@@ -256,6 +266,7 @@ class MiniCpmO45:
         return {
             ops.PREPARE_INPUT: one_by_one(self._prepare_input),
             ops.PREPARE_VOICE: one_by_one(self._prepare_voice),
+            DETECT_SPEECH: one_by_one(self._detector.detect),
             ops.ENCODE_IMAGES: self.senses.encode_images,
             ops.ENCODE_AUDIO: self.senses.encode_audio,
             ops.ENCODE_CLIP: one_by_one(self._encode_clip),
@@ -337,6 +348,24 @@ class MiniCpmO45:
 
     def interrupt(self, state: Any) -> None:
         duplex.interrupt(state)
+
+    def chat_state(self, slot: int) -> Any:
+        return chat.new_state(slot, seed=secrets.randbits(63))
+
+    def chat(self, state: Any, question: ChatQuestion) -> Program:
+        return turns.answer(self, state, question)
+
+    def turn_state(self, slot: int) -> Any:
+        return half_duplex.new_state(slot, seed=secrets.randbits(63))
+
+    def prepare_turns(self, state: Any, prompt: TurnPrompt) -> Program:
+        return turns.prepare(self, state, prompt)
+
+    def detect_speech(self, state: Any, samples: NDArray[np.float32]) -> Program:
+        return turns.detect_speech(self, state, samples)
+
+    def turn(self, state: Any, samples: NDArray[np.float32]) -> Program:
+        return turns.turn(self, state, samples)
 
     def end(self, state: Any) -> None:
         """Forget the session: nothing of it can be read any more."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from shared.errors import BadAudio, BadMessage
 from shared.limits import INPUT_SAMPLE_RATE_HZ
 from worker.engine.contract import Op, Program
+from worker.models.contract import Clip, MessagePart, Picture, TurnMessage, Video
 from worker.models.minicpmo45 import ops
 from worker.models.minicpmo45.images import image_layout, plan_slices
 from worker.models.minicpmo45.ops import Piece
@@ -41,38 +42,6 @@ MAX_SLICES_PER_OP: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    pixels: NDArray[np.uint8]
-    """RGB `[H, W, 3]`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Clip:
-    samples: NDArray[np.float32]
-    """16 kHz mono, of any length."""
-
-
-@dataclass(frozen=True, slots=True)
-class Video:
-    """A film: the frames of each of its seconds, then that second of sound."""
-
-    seconds: tuple[tuple[NDArray[np.uint8], ...], ...]
-    """Frames `[H, W, 3]` of every second; there may be none."""
-    samples: NDArray[np.float32]
-    """16 kHz mono; empty for a silent film."""
-
-
-Part = str | Picture | Clip | Video
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    role: str
-    """system, user or assistant."""
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class MediaOptions:
     """How pictures and clips of a prompt are laid out."""
 
@@ -87,7 +56,7 @@ class MediaOptions:
 # ---- text
 
 
-def flatten(parts: Sequence[Part]) -> Iterator[str | Picture | Clip]:
+def flatten(parts: Sequence[MessagePart]) -> Iterator[str | Picture | Clip]:
     """Yield parts with every video taken apart: frames of a second, then its audio."""
     for part in parts:
         if not isinstance(part, Video):
@@ -103,7 +72,7 @@ def flatten(parts: Sequence[Part]) -> Iterator[str | Picture | Clip]:
                 yield Clip(heard)
 
 
-def content(parts: Sequence[Part], is_omni: bool) -> str:
+def content(parts: Sequence[MessagePart], is_omni: bool) -> str:
     """Return a message's text with a mark for each picture and clip.
 
     Args:
@@ -124,18 +93,18 @@ def content(parts: Sequence[Part], is_omni: bool) -> str:
     return ("" if is_omni else "\n").join(texts)
 
 
-def media_of(messages: Sequence[Message]) -> tuple[Picture | Clip, ...]:
+def media_of(messages: Sequence[TurnMessage]) -> tuple[Picture | Clip, ...]:
     """Return pictures and clips in the order of their marks."""
     return tuple(
         part for message in messages for part in flatten(message.parts) if not isinstance(part, str)
     )
 
 
-def has_audio(messages: Sequence[Message]) -> bool:
+def has_audio(messages: Sequence[TurnMessage]) -> bool:
     return any(isinstance(part, Clip) for part in media_of(messages))
 
 
-def rendered(messages: Sequence[Message], is_omni: bool) -> list[Mapping[str, str]]:
+def rendered(messages: Sequence[TurnMessage], is_omni: bool) -> list[Mapping[str, str]]:
     """Return messages as the chat template takes them."""
     return [{"role": m.role, "content": content(m.parts, is_omni)} for m in messages]
 
@@ -229,8 +198,7 @@ def embed(model: MiniCpmO45, layout: Layout, options: MediaOptions, deadline: fl
             pieces += yield from _embed_picture(model, item, n_pictures, options, deadline)
             n_pictures += 1
         else:
-            request = ops.ClipRequest(_filled_up(item), options.is_clip_chunked, padded_frames)
-            pieces += yield from _embed_clip(model, request, options, deadline)
+            pieces += yield from _embed_clip(model, item, padded_frames, options, deadline)
     return tuple(piece for piece in pieces if len(piece))
 
 
@@ -273,12 +241,22 @@ def _filled_up(clip: Clip) -> NDArray[np.float32]:
 
 
 def _embed_clip(
-    model: MiniCpmO45, request: ops.ClipRequest, options: MediaOptions, deadline: float
+    model: MiniCpmO45, clip: Clip, padded_frames: int, options: MediaOptions, deadline: float
 ) -> Program:
-    rows: Tensor = yield Op(ops.ENCODE_CLIP, request, deadline=deadline)
-    ids = model.tokenizer.ids
-    size = GROUP_ROWS if options.has_audio_groups else len(rows)
+    """Encode a clip in ops of at most 30 s, which is what the encoder holds."""
+    samples = _filled_up(clip)
+    if len(samples) > CLIP_SAMPLES and model.compat.long_clips_hear_padding:
+        padded_frames = CLIP_SAMPLES // HOP
+    heard: list[Tensor] = []
+    for first in range(0, len(samples), CLIP_SAMPLES):
+        part = samples[first : first + CLIP_SAMPLES]
+        request = ops.ClipRequest(part, options.is_clip_chunked, padded_frames)
+        heard.append((yield Op(ops.ENCODE_CLIP, request, deadline=deadline)))
+    start, end = (model.tokenizer.ids.audio_start,), (model.tokenizer.ids.audio_end,)
+    if not options.has_audio_groups:
+        return [start, *heard, end]
     pieces: list[Piece] = []
-    for first in range(0, len(rows), size):
-        pieces += [(ids.audio_start,), rows[first : first + size], (ids.audio_end,)]
+    for rows in heard:
+        for first in range(0, len(rows), GROUP_ROWS):
+            pieces += [start, rows[first : first + GROUP_ROWS], end]
     return pieces

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.engine.contract import Emit, Op, Program
+from worker.models.contract import Piece
 from worker.models.minicpmo45 import ops
 from worker.nn.code_sampling import CodeSampling
 from worker.nn.speech import SpeechRequest
@@ -60,17 +61,6 @@ class TextStream:
     def flush(self) -> str:
         """Return what is left when no token follows: a replacement character, or nothing."""
         return self._decoder.decode(b"", final=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A piece of an answer, handed out as soon as it exists."""
-
-    text: str = ""
-    audio: NDArray[np.float32] = field(default_factory=lambda: NO_SAMPLES)
-    """24 kHz."""
-    token_ids: tuple[int, ...] = ()
-    """The text tokens of `text`; their last character may come with the next piece."""
 
 
 # ---- codes
@@ -164,7 +154,7 @@ def say(
     max_new: int,
     min_new: int = 0,
 ) -> Program:
-    """Say words. Every second of sound is emitted as a `Delta`; the value is all samples.
+    """Say words. Every second of sound is emitted as a `Piece`; the value is all samples.
 
     Args:
         is_last: no words follow, so nothing waits for more codes.
@@ -266,7 +256,7 @@ def _vocode(model: MiniCpmO45, utterance: Utterance, is_last: bool, deadline: fl
         made = yield Op(ops.VOCODE, request, (len(codes), is_end), deadline)
         samples.append(through_int16(made) if model.compat.voice_through_int16 else made)
         if utterance.is_streamed:
-            yield Emit(Delta(audio=samples[-1]))
+            yield Emit(Piece(audio=samples[-1]))
     return samples
 
 

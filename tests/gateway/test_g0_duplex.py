@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.dialects.contract import Diagnostic, RefusedChunk
-from gateway.dialects.g0 import G0, SETTINGS
+from gateway.dialects.g0_duplex import SETTINGS, G0Duplex
 from gateway.tickets import Place
 from shared.errors import BadAudio, BadImage, BadMessage, NotJson
 from shared.limits import MAX_IMAGES_PER_CHUNK, MAX_PROMPT_CHARS
@@ -54,15 +54,14 @@ def b64(data: bytes) -> str:
 
 
 def parse(kind: str, **fields: object) -> object:
-    command = G0().parse(json.dumps({"type": kind, **fields}))
+    command = G0Duplex().parse(json.dumps({"type": kind, **fields}))
     if isinstance(command, RefusedChunk):
         raise command.error
     return command
 
 
 def shown(event: object) -> dict[str, object]:
-    frame = G0().event(event, 12.5, 1700.25)
-    assert frame is not None
+    (frame,) = G0Duplex().event(event, 12.5, 1700.25)
     return json.loads(frame)
 
 
@@ -123,7 +122,7 @@ def test_our_additions_are_sent_only_when_they_say_something():
 
 
 def test_a_dropped_chunk_repeats_the_current_listen_state():
-    dialect = G0()
+    dialect = G0Duplex()
     dialect.event(Result(0, False, 7, text="x", kv_tokens=300), 0.0, 0.0)
 
     message = json.loads(dialect.dropped(1.0, 2.0))
@@ -148,11 +147,11 @@ def test_the_speech_voice_defaults_to_the_language_models_voice():
 
 
 def test_settings_outside_our_knowledge_are_listed_as_ignored():
-    dialect = G0()
+    dialect = G0Duplex()
     config = {"top_k": 30, "chunk_ms": 500, "sample_rate": 16000, "mood": 1, "listen_top_k": None}
 
     prepare = dialect.parse(json.dumps({"type": "prepare", "config": config}))
-    prepared = dialect.event(Prepared(9, 5, ["top_k"], languages=["en"]), 0.0, 0.0)
+    (prepared,) = dialect.event(Prepared(9, 5, ["top_k"], languages=["en"]), 0.0, 0.0)
 
     assert prepare.settings == DuplexSettings(top_k=30)
     assert json.loads(prepared) == {
@@ -203,11 +202,11 @@ def test_a_number_beyond_all_bounds_does_not_end_the_session(number):
     """It is valid JSON, so the framing is intact."""
     for frame in ('{"type": "pause", "timeout": %s}', '{"type": "audio_chunk", "x": [%s]}'):
         with pytest.raises(BadMessage, match="number is too large"):
-            G0().parse(frame % number)
+            G0Duplex().parse(frame % number)
 
 
 def test_the_last_of_two_equal_keys_counts():
-    assert G0().parse('{"type": "stop", "type": "resume"}') == Resume()
+    assert G0Duplex().parse('{"type": "stop", "type": "resume"}') == Resume()
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../../config.json", "http://169.254.169.254/"])
@@ -270,20 +269,20 @@ def test_plain_commands_are_recognised():
 @pytest.mark.parametrize("frame", ["", "hello", "{", '{"a": NaN}', "\0", '{"a": "\ud83d"}'])
 def test_text_that_is_no_json_is_told_apart(frame):
     with pytest.raises(NotJson):
-        G0().parse(frame)
+        G0Duplex().parse(frame)
 
 
 @pytest.mark.parametrize("half", [r"\ud83d", r"\ude00", r"\ud83dx"])
 def test_half_an_emoji_does_not_end_the_session(half):
     """It is valid JSON, and what browsers and Python send for a text cut in the middle of one."""
     with pytest.raises(BadMessage, match="surrogate"):
-        G0().parse('{"type": "prepare", "system_prompt": "' + half + '"}')
+        G0Duplex().parse('{"type": "prepare", "system_prompt": "' + half + '"}')
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
 def test_deep_json_is_refused_without_a_crash(opening, closing):
     with pytest.raises(BadMessage, match="nested"):
-        G0().parse(opening * 10_000 + "1" + closing * 10_000)
+        G0Duplex().parse(opening * 10_000 + "1" + closing * 10_000)
 
 
 def test_a_long_unknown_type_is_cut_in_the_answer():
@@ -298,11 +297,11 @@ def test_no_input_raises_anything_but_a_typed_error(value):
     text = value.decode("latin-1") if isinstance(value, bytes) else json.dumps({"type": value})
     for frame in (text, json.dumps({"type": "prepare", "config": text, "system_prompt": text})):
         with pytest.raises((BadMessage, NotJson)):
-            G0().parse(frame)
+            G0Duplex().parse(frame)
 
 
 def test_errors_are_strings_with_a_slug():
-    assert json.loads(G0().failure("bad_audio", "no")) == {
+    assert json.loads(G0Duplex().failure("bad_audio", "no", 0.0)) == {
         "type": "error",
         "error": "no",
         "slug": "bad_audio",
@@ -310,24 +309,24 @@ def test_errors_are_strings_with_a_slug():
 
 
 def test_a_session_timeout_has_the_references_own_message():
-    message = json.loads(G0().failure("session_timeout", "Pause timeout (60.0s)"))
+    message = json.loads(G0Duplex().failure("session_timeout", "Pause timeout (60.0s)", 0.0))
 
     assert message["type"] == "timeout"
     assert message["reason"] == "Pause timeout (60.0s)"
 
 
 def test_notices_have_no_message_in_this_dialect():
-    assert G0().event(Notice("dropped", "2 chunks", 2), 0.0, 0.0) is None
+    assert G0Duplex().event(Notice("dropped", "2 chunks", 2), 0.0, 0.0) == ()
 
 
 def test_queue_messages_have_the_references_fields():
     place = Place(2, 12.5, 3, is_starting=False)
 
-    queued = json.loads(G0().queued("q_1", place))
-    update = json.loads(G0().queue_update(place))
+    queued = json.loads(G0Duplex().queued("q_1", place))
+    update = json.loads(G0Duplex().queue_update(place))
 
     fields = {"position": 2, "estimated_wait_s": 12.5, "queue_length": 3, "state": "waiting"}
     assert queued == {"type": "queued", "ticket_id": "q_1", **fields}
     assert update == {"type": "queue_update", **fields}
-    assert json.loads(G0().queue_done()) == {"type": "queue_done"}
+    assert json.loads(G0Duplex().queue_done()) == {"type": "queue_done"}
     assert isinstance(parse("resume"), Resume)

@@ -1,21 +1,25 @@
-"""`WS /ws/duplex/{session_id}`: one full-duplex session in dialect G0."""
+"""The session sockets of dialect G0: `/ws/duplex`, `/ws/half_duplex`, `/ws/chat`."""
 
 from __future__ import annotations
 
 import logging
 import re
+import secrets
 
 from fastapi import APIRouter, WebSocket
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.websockets import WebSocketDisconnect
 
 from gateway.context import gateway_of
-from gateway.dialects.g0 import G0
+from gateway.dialects.contract import Dialect
+from gateway.dialects.g0_chat import G0Chat
+from gateway.dialects.g0_duplex import G0Duplex
+from gateway.dialects.g0_half_duplex import G0HalfDuplex
 from gateway.relay import Relay
 from shared.errors import BadSessionId, OmniError, ServerShutdown
 from shared.limits import MAX_SESSION_ID_CHARS
 from shared.logs import session_id_in_context
-from shared.protocol import RequestType
+from shared.protocol import Open
 
 log = logging.getLogger(__name__)
 router = APIRouter()
@@ -41,24 +45,49 @@ register_url_convertor("any_text", AnyText())
 
 @router.websocket("/ws/duplex/{session_id:any_text}")
 async def duplex(socket: WebSocket, session_id: str) -> None:
+    if session_id.startswith(AUDIO_PREFIX):
+        opening, app_id = Open(session_id, "duplex", "audio_duplex"), "audio_duplex"
+    else:
+        opening, app_id = Open(session_id, "duplex", "omni_duplex"), "omni"
+    await _serve(socket, opening, G0Duplex(), app_id)
+
+
+@router.websocket("/ws/half_duplex/{session_id:any_text}")
+async def half_duplex(socket: WebSocket, session_id: str) -> None:
+    opening = Open(session_id, "half_duplex", "half_duplex_audio")
+    await _serve(socket, opening, G0HalfDuplex(session_id), "half_duplex_audio")
+
+
+@router.websocket("/ws/chat")
+async def chat(socket: WebSocket) -> None:
+    await _serve(socket, chat_opening(), G0Chat(), "turnbased")
+
+
+def chat_opening() -> Open:
+    """A chat request has no id of its client's: return one of ours."""
+    return Open(f"chat_{secrets.token_hex(6)}", "chat", "chat")
+
+
+async def _serve(socket: WebSocket, opening: Open, dialect: Dialect, app_id: str) -> None:
     gateway = gateway_of(socket)
-    dialect = G0()
     # Accepted before it is judged: a refused upgrade reaches browsers without any reason.
     await socket.accept()
     try:
         gateway.guard.check_origin(socket)
         gateway.guard.check_key(socket)
-        check_session_id(session_id)
+        check_session_id(opening.session_id)
+        gateway.apps.require(app_id)
         if gateway.closing.is_set():
             raise ServerShutdown("The service is going down")
-        session_id_in_context.set(session_id)
+        session_id_in_context.set(opening.session_id)
         with gateway.guard.count_session(socket), gateway.session():
-            await Relay(gateway, socket, dialect, session_id, request_type(session_id)).run()
+            await Relay(gateway, socket, dialect, opening).run()
     except OmniError as error:
-        fault = gateway.desk.translate(error, "/ws/duplex")
+        fault = gateway.desk.translate(error, f"/ws/{opening.mode}")
         log.info("session refused slug=%s", fault.slug)
         try:
-            await socket.send_text(dialect.failure(fault.slug, fault.message))
+            frame = dialect.failure(fault.slug, fault.message, gateway.clock.wall())
+            await socket.send_text(frame)
             await socket.close(fault.ws_close or 1000, fault.close_reason)
         except WebSocketDisconnect:
             # Gone before it could be told.
@@ -71,7 +100,3 @@ def check_session_id(session_id: str) -> None:
         raise BadSessionId(
             f"The session id has to be 1 to {MAX_SESSION_ID_CHARS} letters, digits, '_' or '-'"
         )
-
-
-def request_type(session_id: str) -> RequestType:
-    return "audio_duplex" if session_id.startswith(AUDIO_PREFIX) else "omni_duplex"

@@ -1,0 +1,229 @@
+"""The folder of recordings: names, what is in it, and what of it may be shown.
+
+    <data_dir>/sessions/<recording_id>/
+        meta.json        from the first moment on
+        log.msgpack      while the session lives and until it is finished (`journal.py`)
+        recording.json   from then on, beside the files it names (`docs/recordings.md`)
+
+A name that begins with a dot is work in progress and is shown to nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from gateway.recording import journal
+from shared.errors import RecordingInUse
+
+log = logging.getLogger(__name__)
+
+META: Final = "meta.json"
+RECORDING: Final = "recording.json"
+COMMENT: Final = "comment.txt"
+
+ID: Final = re.compile(r"[A-Za-z0-9_-]{1,200}")
+MAX_SESSION_PART: Final = 64
+"""Characters of the client's session id in a recording's id."""
+
+TOKEN_BYTES: Final = 12
+"""Of chance in an id: whoever knows an id may see the recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A line in the list of recordings."""
+
+    recording_id: str
+    title: str
+    app_type: str
+    created_at: datetime
+    duration_s: float | None
+    n_bytes: int
+
+
+class Store:
+    """All recordings of one data folder. Its methods wait for the disk.
+
+    Args:
+        data_dir: `service.data_dir`; the folder `sessions` in it is made when it is needed.
+    """
+
+    def __init__(self, data_dir: Path) -> None:
+        self.root = data_dir.resolve() / "sessions"
+        self._summaries: dict[str, tuple[object, Summary]] = {}
+
+    def create(self, recording_id: str, meta: Mapping[str, Any]) -> Path:
+        """Make the folder of a new recording and return it. Raises OSError."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = self.root / recording_id
+        folder.mkdir(mode=0o700)
+        write_json(folder / META, meta)
+        return folder
+
+    def find(self, recording_id: str) -> Path | None:
+        """Return the folder of a recording; None: there is none of this name."""
+        if not ID.fullmatch(recording_id):
+            return None
+        folder = self.root / recording_id
+        return folder if (folder / META).is_file() else None
+
+    def folders(self) -> Iterator[Path]:
+        """Yield the folder of everything that is a recording."""
+        try:
+            names = sorted(os.listdir(self.root))
+        except FileNotFoundError:
+            return
+        for name in names:
+            folder = self.find(name)
+            if folder is not None:
+                yield folder
+
+    def unfinished(self) -> list[Path]:
+        """Return the folders whose log has not been turned into a recording."""
+        return [folder for folder in self.folders() if (folder / journal.NAME).is_file()]
+
+    def summaries(self) -> list[Summary]:
+        """Return all recordings with a valid `meta.json`, the newest first."""
+        found = [s for folder in self.folders() if (s := self._summary(folder)) is not None]
+        self._summaries = {
+            s.recording_id: self._summaries[s.recording_id]
+            for s in found
+            if s.recording_id in self._summaries
+        }
+        return sorted(found, key=lambda summary: summary.created_at, reverse=True)
+
+    def delete(self, recording_id: str) -> bool:
+        """Remove a recording; False: there is none of this name.
+
+        Raises:
+            RecordingInUse: its session lives or it is being finished.
+            OSError: it cannot be removed.
+        """
+        folder = self.find(recording_id)
+        if folder is None:
+            return False
+        doomed = self.root / f".deleting-{recording_id}-{secrets.token_hex(4)}"
+        with journal.locked(folder) as is_ours:
+            if not is_ours:
+                raise RecordingInUse("This recording is still being made")
+            # First out of sight as a whole, so that nobody sees a half of it.
+            folder.rename(doomed)
+        shutil.rmtree(doomed)
+        return True
+
+    def sweep(self) -> None:
+        """Remove what an earlier process was about to remove or to receive. Raises OSError."""
+        if not self.root.is_dir():
+            return
+        for doomed in self.root.glob(".deleting-*"):
+            shutil.rmtree(doomed, ignore_errors=True)
+        for part in self.root.glob("*/.upload-*"):
+            part.unlink(missing_ok=True)
+
+    def _summary(self, folder: Path) -> Summary | None:
+        try:
+            # A file that is added or replaced changes the folder's time; a live log does not.
+            seen = (folder.stat().st_mtime_ns, (folder / META).stat().st_mtime_ns)
+            cached = self._summaries.get(folder.name)
+            if cached is not None and cached[0] == seen:
+                return cached[1]
+            summary = summary_of(folder)
+            if summary is not None and not (folder / journal.NAME).exists():
+                self._summaries[folder.name] = (seen, summary)
+        except FileNotFoundError:
+            return None  # removed meanwhile
+        return summary
+
+
+def summary_of(folder: Path) -> Summary | None:
+    """Return what a recording's `meta.json` and its files say; None: it is none of ours."""
+    meta = read_json(folder / META)
+    try:
+        created_at = datetime.fromisoformat(meta["created_at"])
+        if created_at.tzinfo is None:
+            created_at = created_at.astimezone()
+        duration_s = meta.get("duration_s")
+        return Summary(
+            recording_id=folder.name,
+            title=str(meta.get("title", "")),
+            app_type=str(meta.get("app_type", "")),
+            created_at=created_at,
+            duration_s=duration_s if isinstance(duration_s, int | float) else None,
+            n_bytes=size_of(folder),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def new_id(began_at: datetime, session_id: str) -> str:
+    """Return the id of a new recording: readable, and not to be guessed."""
+    said = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:MAX_SESSION_PART]
+    return f"{began_at:%Y%m%d_%H%M%S}_{said}_{secrets.token_urlsafe(TOKEN_BYTES)}"
+
+
+def files_of(folder: Path) -> Iterator[Path]:
+    """Yield the files of a recording that are for its readers."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if not is_private(name):
+                yield Path(parent, name)
+
+
+def is_private(name: str) -> bool:
+    """Whether a file of this name is the recorder's own: its log, or half-made."""
+    return name.startswith(".") or name == journal.NAME
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files; one that vanishes meanwhile counts as nothing."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one for a file that is missing or holds none."""
+    try:
+        body = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def write_json(path: Path, body: Mapping[str, Any]) -> None:
+    """Replace a file in one step, and not before its content is on the disk. Raises OSError."""
+    write_atomically(path, json.dumps(body, ensure_ascii=False, indent=1).encode(errors="replace"))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Raises OSError; the old content stays, and nothing of the new one is left."""
+    part = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with open(part, "xb", opener=_private) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,151 @@
+"""A recording made by a page, taken from a multipart form as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect
+
+from shared.errors import BadMessage, NoStorage, PayloadTooLarge
+from shared.limits import MIB
+
+MAX_UPLOAD_BYTES: Final = 200 * MIB
+WRITE_BYTES: Final = MIB
+STEM: Final = "frontend_replay"
+
+TYPES: Final = {
+    "video/webm": "webm",
+    "video/mp4": "mp4",
+    "audio/wav": "wav",
+    "audio/webm": "webm",
+    "audio/mp4": "mp4",
+}
+"""Of the part, without parameters -> extension. The last one is Safari's."""
+
+
+class _Form:
+    """Finds the field `file` in a form and collects what has arrived of it."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self.extension = ""
+        self.arrived = bytearray()
+        self.n_bytes = 0
+        self.is_complete = False
+        self._is_ours = False
+        self._headers: dict[bytes, bytes] = {}
+        self._name = b""
+        self._value = b""
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": self._header_field,
+                "on_header_value": self._header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._begin_data,
+                "on_part_data": self._data,
+                "on_part_end": self._end_part,
+            },
+        )
+
+    def feed(self, data: bytes) -> None:
+        """Raises BadMessage, PayloadTooLarge."""
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise BadMessage(f"not a multipart form: {error}") from error
+
+    def _begin_part(self) -> None:
+        self._headers.clear()
+
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_header(self) -> None:
+        self._headers[self._name.lower()] = self._value
+        self._name = self._value = b""
+
+    def _begin_data(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        self._is_ours = options.get(b"name") == b"file" and not self.is_complete
+        if self._is_ours:
+            kind, _ = parse_options_header(self._headers.get(b"content-type", b""))
+            said = kind.decode("latin-1").lower()
+            if said not in TYPES:
+                raise UnsupportedType(f"Unsupported file type: {said[:100]}")
+            self.extension = TYPES[said]
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if not self._is_ours:
+            return
+        self.n_bytes += end - start
+        if self.n_bytes > MAX_UPLOAD_BYTES:
+            raise PayloadTooLarge(f"The recording is larger than {MAX_UPLOAD_BYTES} bytes")
+        self.arrived += data[start:end]
+
+    def _end_part(self) -> None:
+        self.is_complete |= self._is_ours
+        self._is_ours = False
+
+
+class UnsupportedType(BadMessage):
+    """A file of a type that no page records."""
+
+    http_status = 400
+
+
+async def receive(folder: Path, content_type: str, body: AsyncIterator[bytes]) -> Path:
+    """Store the form's file; an earlier one of the same kind is replaced once this is complete.
+
+    Args:
+        content_type: header of the request.
+
+    Raises:
+        BadMessage: no form, none with a field `file`, or not all of it.
+        UnsupportedType: see `TYPES`.
+        PayloadTooLarge: the file has more than `MAX_UPLOAD_BYTES`.
+        NoStorage: the disk does not take it.
+    """
+    kind, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary", b"")
+    if kind != b"multipart/form-data" or not boundary:
+        raise BadMessage("expected a multipart form with a field named file")
+    form = _Form(boundary)
+    part = folder / f".upload-{secrets.token_hex(8)}"
+    try:
+        async for data in body:
+            form.feed(data)
+            if len(form.arrived) >= WRITE_BYTES:
+                await asyncio.to_thread(_append, part, bytes(form.arrived))
+                form.arrived.clear()
+        if not form.is_complete or not form.n_bytes:
+            raise BadMessage("the form has no file in a field named file")
+        await asyncio.to_thread(_append, part, bytes(form.arrived))
+        target = folder / f"{STEM}.{form.extension}"
+        part.replace(target)
+    except OSError as error:
+        raise NoStorage("The recording cannot be stored") from error
+    except ClientDisconnect as error:
+        raise BadMessage("the upload was broken off") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return target
+
+
+def _append(path: Path, data: bytes) -> None:
+    with open(path, "ab", opener=_private) as file:
+        file.write(data)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

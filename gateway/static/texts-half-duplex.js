@@ -1,0 +1,38 @@
+// Texts of the half-duplex page.
+
+export const TURNS = {
+  en: {
+    "turns.title": "Half-duplex audio – Omni Duplex",
+    "turns.hint_idle": "Press Start and talk. When you pause, the assistant answers.",
+    "turns.hint_talk": "Talk, then pause. The microphone rests while the assistant speaks.",
+    "turns.threshold": "Speech threshold",
+    "turns.threshold_hint": "higher = needs clearer speech",
+    "turns.silence": "Silence that ends a turn, in ms",
+    "turns.max_tokens": "Longest answer, in tokens",
+    "turns.speech": "Spoken answers",
+    "turns.next_start": "Settings apply at the next start.",
+    "turns.timeout": "The session's time is over after {n} s. Press Start for a new one.",
+    "turns.figures": "Turns",
+    "turns.f_turns": "Turns",
+    "turns.f_speech": "Last speech",
+    "turns.f_first": "First sound after",
+    "turns.f_left": "Time left",
+  },
+  zh: {
+    "turns.title": "半双工语音 – Omni Duplex",
+    "turns.hint_idle": "按“开始”然后说话。您停顿后，助手会回答。",
+    "turns.hint_talk": "说话，然后停顿。助手说话时麦克风不发送声音。",
+    "turns.threshold": "语音阈值",
+    "turns.threshold_hint": "越高，需要越清晰的语音",
+    "turns.silence": "结束一轮的静音时长（毫秒）",
+    "turns.max_tokens": "回答的最大长度（词元）",
+    "turns.speech": "语音回答",
+    "turns.next_start": "设置在下次开始时生效。",
+    "turns.timeout": "会话时间已到（{n} 秒）。请按“开始”重新进行。",
+    "turns.figures": "轮次",
+    "turns.f_turns": "轮数",
+    "turns.f_speech": "上次说话",
+    "turns.f_first": "首个声音用时",
+    "turns.f_left": "剩余时间",
+  },
+};

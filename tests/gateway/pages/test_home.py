@@ -1,0 +1,148 @@
+"""The home page, and what is the same on every page: languages, names of controls, widths."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+
+from tests.fakes.browser import DESKTOP, PHONE, Visit
+from tests.fakes.g0_server import Scenario
+from tests.fakes.page_routes import STATUS
+
+OpenPage = Callable[..., AbstractContextManager[Visit]]
+
+PAGES = ("/", "/omni", "/audio_duplex", "/half_duplex", "/turnbased")
+HAN = re.compile(r"[\u4e00-\u9fff]")
+
+WIDTH = "document.documentElement.scrollWidth"
+
+NAMELESS = """() => [...document.querySelectorAll(
+    "button, a, input:not([hidden]), select, textarea, [role=img], [role=log], [role=listbox]"
+)].filter((e) => {
+    if (e.closest("[hidden]")) return false;
+    const byId = e.getAttribute("aria-labelledby");
+    const name = e.getAttribute("aria-label")
+        || (byId && document.getElementById(byId)?.textContent)
+        || [...(e.labels ?? [])].map((label) => label.textContent).join("") || e.textContent;
+    return !name.trim();
+}).map((e) => e.outerHTML)"""
+
+ENGLISH_LEFT = """() => [...document.querySelectorAll("[data-i18n]")]
+    .filter((e) => !/[\\u4e00-\\u9fff]/.test(e.textContent) && e.dataset.i18n !== "home.title")
+    .map((e) => e.dataset.i18n)"""
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_fits_names_its_controls_and_speaks_both_languages(
+    open_page: OpenPage, path: str
+) -> None:
+    with open_page(f"{path}?lang=en", PHONE) as opened:
+        page = opened.page
+        for summary in page.locator(".settings summary").all():
+            summary.click()
+        english = page.inner_text("main")
+        widths = [page.evaluate(WIDTH)]
+        nameless = page.evaluate(NAMELESS)
+        page.click("[data-language-switch]")
+        widths.append(page.evaluate(WIDTH))
+        left = page.evaluate(ENGLISH_LEFT)
+        page.set_viewport_size(DESKTOP)
+        on_desktop = page.evaluate(WIDTH)
+
+        assert max(widths) <= PHONE["width"]
+        assert on_desktop <= DESKTOP["width"]
+        assert nameless == []
+        assert not HAN.search(english)
+        assert left == []
+        assert page.get_attribute("html", "lang") == "zh-CN"
+        assert page.locator("h1").count() == 1
+        assert opened.complaints == []
+
+
+def test_every_text_exists_in_both_languages(open_page: OpenPage) -> None:
+    with open_page("/") as opened:
+        keys = opened.page.evaluate(
+            """async () => {
+                const names = ["common", "duplex", "half-duplex", "chat", "home"];
+                const found = await Promise.all(names.map((n) => import(`/static/texts-${n}.js`)));
+                return found.flatMap((module) => Object.values(module))
+                    .map(({ en, zh }) => [Object.entries(en), Object.entries(zh)]);
+            }"""
+        )
+
+    assert len(keys) == 5
+    for english, chinese in keys:
+        values = re.compile(r"\{\w+\}")
+        assert [key for key, _ in english] == [key for key, _ in chinese]
+        for (key, ours), (_, theirs) in zip(english, chinese, strict=True):
+            assert sorted(values.findall(ours)) == sorted(values.findall(theirs)), key
+
+
+def test_the_apps_that_are_switched_on_are_offered(open_page: OpenPage, scenario: Scenario) -> None:
+    scenario.pages.enabled = ["turnbased", "omni"]
+
+    with open_page("/") as opened:
+        opened.page.wait_for_selector(".app")
+        links = opened.page.eval_on_selector_all(".app", "found => found.map(a => a.pathname)")
+        opened.page.click(".app >> nth=1")
+        opened.page.wait_for_url("**/omni")
+
+        assert links == ["/turnbased", "/omni"]
+        assert opened.complaints == []
+
+
+def test_the_state_of_the_service_is_shown(open_page: OpenPage, scenario: Scenario) -> None:
+    states = [
+        ("Ready", {}),
+        ("All places are taken", {"slots_free": 0}),
+        ("Starting", {"idle_workers": 0, "busy_workers": 0, "loading_workers": 2}),
+        ("No worker is ready", {"idle_workers": 0, "busy_workers": 0}),
+    ]
+    with open_page("/") as opened:
+        for said, changes in states:
+            scenario.pages.status = STATUS | changes
+            opened.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+            opened.page.wait_for_function(
+                "said => document.getElementById('state').textContent === said", arg=said
+            )
+
+        assert opened.page.inner_text("#f-queue") == "3"
+
+
+def test_conversations_recorded_here_are_linked(open_page: OpenPage) -> None:
+    with open_page("/") as opened:
+        page = opened.page
+        assert page.is_visible("#no-recordings")
+        stored = json.dumps([{"id": "20260101_x", "app": "omni", "at": 1_767_225_600_000}])
+        page.evaluate("stored => localStorage.setItem('omni.recordings', stored)", stored)
+        page.reload()
+        page.wait_for_selector("#recordings a")
+
+        assert page.eval_on_selector("#recordings a", "a => a.pathname") == "/s/20260101_x"
+        assert page.inner_text("#recordings").startswith("Omni full duplex, ")
+        assert page.is_hidden("#no-recordings")
+
+
+def title(opened: Visit) -> str:
+    return opened.page.inner_text("#apps-title")
+
+
+def test_the_language_is_the_browsers_unless_the_service_or_the_user_says_another(
+    open_page: OpenPage, scenario: Scenario
+) -> None:
+    with open_page("/", locale="zh-CN") as opened:
+        of_browser = title(opened)
+    scenario.pages.default_lang = "zh"
+    with open_page("/") as opened:
+        of_service = title(opened)
+        opened.page.click("[data-language-switch]")
+        opened.page.reload()
+        of_user = title(opened)
+        opened.page.goto(f"{opened.page.url}?lang=zh")
+        of_address = title(opened)
+
+    assert (of_browser, of_service, of_user, of_address) == ("应用", "应用", "Apps", "应用")

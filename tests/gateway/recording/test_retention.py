@@ -1,0 +1,142 @@
+"""What is removed: by age, by size, and never what is in use or not ours."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from gateway.recording import journal, retention
+from gateway.recording.journal import Journal
+from shared.config import RecordingConfig
+from shared.errors import RecordingInUse
+
+NOW = datetime(2026, 3, 31, 12, 0, tzinfo=UTC)
+MIB_IN_GIB = 1 / 1024
+
+
+@pytest.fixture
+def make(store):
+    def make(recording_id, days_ago, n_bytes=0):
+        created_at = (NOW - timedelta(days=days_ago)).isoformat()
+        folder = store.create(recording_id, {"created_at": created_at, "app_type": "chat"})
+        (folder / "recording.json").write_bytes(bytes(n_bytes))
+        return folder
+
+    return make
+
+
+def left(store):
+    return {folder.name for folder in store.folders()}
+
+
+def clean(store, **rules):
+    return retention.clean(store, RecordingConfig(**rules), NOW)
+
+
+def test_what_is_older_than_its_days_goes(store, make):
+    for days in (1, 6, 8, 30):
+        make(f"d{days}", days)
+
+    assert clean(store, session_retention_days=7) == 2
+    assert left(store) == {"d1", "d6"}
+
+
+def test_the_oldest_go_until_the_rest_fits(store, make):
+    for days in (1, 2, 3, 4):
+        make(f"d{days}", days, 300_000)
+
+    clean(store, max_storage_gb=MIB_IN_GIB * 0.7)
+
+    assert left(store) == {"d1", "d2"}
+    assert [path.name for path in store.root.glob(".*")] == []
+
+
+def test_age_is_looked_at_before_size(store, make):
+    make("new", 1, 600_000)
+    make("old", 9, 600_000)
+
+    clean(store, session_retention_days=7, max_storage_gb=MIB_IN_GIB * 0.7)
+
+    assert left(store) == {"new"}
+
+
+@pytest.mark.parametrize("value", [-1, 0])
+def test_zero_and_less_are_no_rule(store, make, value):
+    make("old", 9999, 1_000_000)
+    rules = {"session_retention_days": value, "max_storage_gb": value}
+
+    assert not retention.is_on(RecordingConfig(**rules))
+    assert clean(store, **rules) == 0
+    assert retention.is_on(RecordingConfig(session_retention_days=1))
+
+
+def test_a_live_session_is_not_touched_however_old_or_large(store, make):
+    live = make("live", 30, 3_000_000)
+    log = Journal(live)
+    make("ended", 20, 10)
+
+    assert clean(store, session_retention_days=7, max_storage_gb=MIB_IN_GIB) == 1
+    assert left(store) == {"live"}
+    log.close()
+    assert clean(store, session_retention_days=7) == 1
+
+
+def test_one_that_is_being_finished_is_not_touched(store, make):
+    folder = make("busy", 30)
+    Journal(folder).close()
+
+    with journal.locked(folder):
+        assert clean(store, session_retention_days=7) == 0
+        with pytest.raises(RecordingInUse):
+            store.delete("busy")
+    assert left(store) == {"busy"}
+
+
+def test_folders_that_are_not_ours_stay(store, make):
+    make("ours", 30)
+    for name, meta in (("none", None), ("odd", "{"), ("dateless", "{}"), ("list", "[]")):
+        folder = store.root / name
+        folder.mkdir()
+        if meta is not None:
+            (folder / "meta.json").write_text(meta)
+
+    assert clean(store, session_retention_days=1, max_storage_gb=1e-9) == 1
+    assert sorted(p.name for p in store.root.iterdir()) == ["dateless", "list", "none", "odd"]
+
+
+def test_dates_of_the_reference_without_zone_are_understood(store):
+    store.create("naive", {"created_at": "2020-01-01T00:00:00"})
+
+    assert clean(store, session_retention_days=7) == 1
+
+
+def test_what_an_interrupted_removal_has_left_is_swept(store, make):
+    folder = make("kept", 1)
+    (folder / ".upload-1").write_bytes(b"x")
+    (store.root / ".deleting-x").mkdir()
+    (store.root / ".deleting-x" / "file").write_bytes(b"x")
+
+    store.sweep()
+
+    assert [p.name for p in store.root.iterdir()] == ["kept"]
+    assert sorted(p.name for p in folder.iterdir()) == ["meta.json", "recording.json"]
+
+
+def test_the_list_has_the_newest_first_and_follows_changes(store, make):
+    make("older", 2, 100)
+    folder = make("newer", 1, 100)
+    assert [s.recording_id for s in store.summaries()] == ["newer", "older"]
+    before = store.summaries()[0].n_bytes
+
+    (folder / "frontend_replay.webm").write_bytes(bytes(1000))
+
+    assert store.summaries()[0].n_bytes == before + 1000
+    store.delete("newer")
+    assert [s.recording_id for s in store.summaries()] == ["older"]
+
+
+def test_there_may_be_no_folder_at_all(store):
+    store.sweep()
+    assert store.summaries() == []
+    assert store.unfinished() == []

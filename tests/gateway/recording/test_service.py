@@ -1,0 +1,151 @@
+"""Sessions of a running gateway become recordings; what was left behind does at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+
+import pytest
+
+from gateway.clock import Clock
+from gateway.recording import service
+from gateway.recording.journal import Journal
+from gateway.recording.service import Recordings
+from shared.config import Config, RecordingConfig, ServiceConfig
+from shared.protocol import Input, Result
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start(**rules):
+        config = Config(
+            service=ServiceConfig(data_dir=str(tmp_path / "data")),
+            recording=RecordingConfig(**rules),
+        )
+        recordings = Recordings(config, Clock())
+        recordings.start()
+        started.append(recordings)
+        return recordings
+
+    yield start
+    assert all(not recordings.writer._thread.is_alive() for recordings in started)
+
+
+def is_finished(recordings, recording_id):
+    folder = recordings.store.find(recording_id)
+    return folder is not None and (folder / "recording.json").exists()
+
+
+async def test_an_ended_session_is_finished_and_an_earlier_one_too(
+    start, write_log, took, gave, tone, until
+):
+    said = [took(0, Input(0, tone(1))), gave(1, Result(0, is_listen=True, unit_index=1))]
+    write_log("crashed", "audio_duplex", said, reason=None)
+    recordings = start()
+    recording = recordings.recorder.begin("adx_1", "audio_duplex", 0, {})
+    recording.took(Input(0, tone(1)), 0.0)
+    assert recordings.live == {recording.recording_id}
+    recording.end("stopped")
+    for each in (recording.recording_id, "crashed"):
+        await until(lambda each=each: is_finished(recordings, each), 15)
+    await until(lambda: recordings.store.unfinished() == [])
+    await recordings.stop()
+
+    body = json.loads((recordings.store.find("crashed") / "recording.json").read_text())
+    assert (len(body["chunks"]), body["end_reason"]) == (1, "interrupted")
+
+
+async def test_a_session_of_another_gateway_on_the_same_folder_is_left_alone(start, store, until):
+    folder = store.create("theirs", {"app_type": "chat"})
+    log = Journal(folder)
+    recordings = start()
+    await asyncio.sleep(0.1)
+    await until(lambda: recordings.n_unfinished == 0)
+    await recordings.stop()
+
+    assert not (folder / "recording.json").exists()
+    log.close()
+
+
+async def test_nothing_is_recorded_where_that_is_off(start):
+    recordings = start(enabled=False)
+
+    assert recordings.recorder is None
+    assert recordings.live == frozenset()
+    await recordings.stop()
+
+
+class Scripted:
+    """Stands in for the finishing process: what each run does to its folders."""
+
+    def __init__(self, recordings, codes):
+        self.recordings = recordings
+        self.codes = codes
+        self.runs = []
+
+    async def __call__(self, *argv, **_):
+        self.runs.append([name.rpartition("/")[2] for name in argv[3:]])
+        return Ended(self.codes.pop(0))
+
+
+class Ended:
+    def __init__(self, code):
+        self.returncode = code
+
+    async def wait(self):
+        return self.returncode
+
+
+async def test_folders_of_a_process_that_crashed_are_tried_again_in_their_order(
+    start, write_log, until, monkeypatch
+):
+    for name in "abc":
+        write_log(name, "chat", [])
+    script = Scripted(None, [-signal.SIGSEGV, 0])
+    monkeypatch.setattr(service.asyncio, "create_subprocess_exec", script)
+    recordings = start()
+    await until(lambda: len(script.runs) == 2)
+    await recordings.stop()
+
+    assert script.runs == [["a", "b", "c"]] * 2
+
+
+async def test_a_machine_that_starts_no_process_loses_no_recording(
+    start, write_log, until, monkeypatch, caplog
+):
+    folder = write_log("a", "chat", [])
+
+    async def refuse(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(service.asyncio, "create_subprocess_exec", refuse)
+    recordings = start()
+    await until(lambda: "not finished now" in caplog.text)
+    await recordings.stop()
+
+    assert recordings.store.unfinished() == [folder]
+
+
+async def test_a_process_that_hangs_is_ended(start, write_log, until, monkeypatch, caplog):
+    folder = write_log("a", "chat", [])
+    monkeypatch.setattr(service, "FINISH_TIMEOUT_S", 0.05)
+    recordings = start()
+    await until(lambda: "ended with code=None" in caplog.text, 10)
+    await recordings.stop()
+
+    assert (folder / "meta.json").exists()
+
+
+async def test_old_recordings_are_removed_a_while_after_the_start(
+    start, write_log, until, monkeypatch
+):
+    monkeypatch.setattr(service, "FIRST_CLEAN_S", 0.05)
+    folder = write_log("old", "chat", [], created_at="2020-01-01T00:00:00+00:00")
+    (folder / "log.msgpack").unlink()
+    recordings = start(session_retention_days=7)
+    assert folder.exists()
+    await until(lambda: not folder.exists())
+    await recordings.stop()
