@@ -7,7 +7,7 @@ chunk to the worker and of its result back is known exactly, without the worker'
 same sessions run once through a real gateway process and once straight to the same workers; the
 difference of the quantiles is what the gateway adds. Client, gateway and workers share two cores,
 as in a small deployment; the client's own lateness is shown, since a busy client looks the same
-as a busy gateway.
+as a busy gateway. Nothing is recorded: the folder would be that of the working tree.
 
 What limits it: a chunk is 85 KB of base64 in JSON, a second of speech 128 KB. Sockets, masks and
 copies of those bytes take most of the gateway's time, Python the rest: about 2 ms of one core
@@ -30,6 +30,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -157,8 +158,9 @@ def transit(outcome: dict[str, Any]) -> dict[str, float]:
 class Bench:
     """Workers for all cases; a gateway of its own for each run, so that memory is that run's."""
 
-    def __init__(self, workers: Sequence[int], n_sessions: int, seconds: int) -> None:
+    def __init__(self, workers: Sequence[int], n_sessions: int, seconds: int, config: Path) -> None:
         self._workers = workers
+        self._config = config
         self._load = Load(None, workers, n_sessions, seconds)
 
     def straight(self, case: Case) -> dict[str, float]:
@@ -167,7 +169,8 @@ class Bench:
     def through(self, case: Case, straight: dict[str, float]) -> dict[str, Any]:
         port = free_port()
         listed = ",".join(f"127.0.0.1:{worker}" for worker in self._workers)
-        with running("-m", "gateway", "--port", str(port), "--workers", listed) as gateway:
+        arguments = ["--port", str(port), "--workers", listed, "--config", str(self._config)]
+        with running("-m", "gateway", *arguments) as gateway:
             n_workers = len(self._workers)
             wait_until(lambda: sees_workers(port, n_workers), "the gateway sees all workers")
             load = replace(self._load, url=f"ws://127.0.0.1:{port}", **case.load)
@@ -256,7 +259,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for port in workers:
             stack.enter_context(running("-m", "tests.bench.stamping_worker", str(port), slots))
             wait_until(functools.partial(listens, port), "the worker listens")
-        bench = Bench(workers, arguments.sessions, arguments.seconds)
+        config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "config.json"
+        config.write_text(json.dumps({"recording": {"enabled": False}}), encoding="utf-8")
+        bench = Bench(workers, arguments.sessions, arguments.seconds, config)
         figures = measure(cases, bench, arguments.repeats)
     print(table(figures))
     report = {

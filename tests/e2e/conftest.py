@@ -57,10 +57,15 @@ def tiny_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSe
 
 @contextmanager
 def started(folder: Path, settings: dict[str, Any]) -> Iterator[RunningService]:
-    """Start the service with a configuration; stop it afterwards."""
+    """Start the service with a configuration; stop it afterwards.
+
+    It records nothing unless the configuration says so: it would do so in the working directory,
+    whose `data` has the converted weights that it needs.
+    """
     config = folder / "config.json"
     ports = {"worker_base_port": pick_free_port("127.0.0.1")}
-    settings = settings | {"service": settings.get("service", {}) | ports}
+    settings = {"recording": {"enabled": False}} | settings
+    settings["service"] = settings.get("service", {}) | ports
     config.write_text(json.dumps(settings), encoding="utf-8")
     port = pick_free_port("127.0.0.1")
     command = [sys.executable, "-c", LAUNCH, str(folder), "--http"]

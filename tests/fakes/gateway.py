@@ -21,6 +21,8 @@ from shared.config import Config
 from tests.fakes.scripted_worker import ScriptedWorker
 
 SECOND = base64.b64encode(bytes(64_000)).decode()
+READY_TIMEOUT_S = 30.0
+"""Workers may be processes that have just been started, on a machine that is busy."""
 
 
 async def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
@@ -52,7 +54,7 @@ class Running:
         return connect(f"ws://127.0.0.1:{self.port}{path}", proxy=None, max_size=None, **options)
 
     async def until_ready(self, n_workers: int = 1) -> None:
-        await wait_until(lambda: self.gateway.pool.n_ready >= n_workers)
+        await wait_until(lambda: self.gateway.pool.n_ready >= n_workers, READY_TIMEOUT_S)
 
 
 @asynccontextmanager

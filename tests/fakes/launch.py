@@ -55,7 +55,9 @@ class Launch:
             "worker_base_port": base_port,
             "cpu_workers": N_WORKERS,
         }
-        self.config.write_text(json.dumps({"service": service}))
+        # Its gateway would record in the working directory.
+        config = {"service": service, "recording": {"enabled": False}}
+        self.config.write_text(json.dumps(config))
         self.weights.touch()
 
     @property

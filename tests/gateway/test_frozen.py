@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -18,6 +20,7 @@ from websockets.asyncio.client import connect
 from gateway import pool
 from gateway.clock import Clock
 from gateway.pool import Address, Pool
+from tests.fakes.gateway import READY_TIMEOUT_S
 from tests.fakes.scripted_worker import ScriptedWorker
 
 
@@ -122,13 +125,16 @@ async def test_a_gateway_whose_loop_was_blocked_for_seconds_gives_up_nobody(
 
 
 async def test_a_gateway_process_that_was_suspended_for_seconds_gives_up_nobody(
-    talker, until, unused_tcp_port_factory
+    talker, until, unused_tcp_port_factory, tmp_path: Path
 ):
     worker_port, port = unused_tcp_port_factory(), unused_tcp_port_factory()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"recording": {"enabled": False}}))
     options = ["gateway", "--port", str(port), "--workers", f"127.0.0.1:{worker_port}"]
+    options += ["--config", str(config)]
     address = f"ws://127.0.0.1:{port}/ws/duplex/omni_a"
     with worker_process(worker_port), process(*options) as gateway:
-        await until(lambda: is_listening(port))
+        await until(lambda: is_listening(port), READY_TIMEOUT_S)
         async with connect(address, proxy=None) as connection:
             client = talker(connection)
             await client.prepare()

@@ -18,6 +18,7 @@ from gateway.connection import HttpConnection, IdleConnections
 from gateway.security import network_of, warnings_of
 from gateway.server import build_server
 from shared.config import Config
+from tests.fakes.gateway import quiet
 from tests.fakes.scripted_worker import ScriptedWorker
 
 UPGRADE = (
@@ -195,7 +196,7 @@ class TestSlowRequests:
         self, certificate, monkeypatch, until
     ):
         monkeypatch.setattr(server, "REQUEST_HEAD_TIMEOUT_S", 0.3)
-        app = create_app(Config(), [])
+        app = create_app(quiet(Config()), [])
         served = build_server(app, "127.0.0.1", 0, certificate, certificate.with_name("key.pem"))
         serving = asyncio.create_task(served.serve())
         await until(lambda: served.started)

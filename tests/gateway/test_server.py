@@ -286,14 +286,16 @@ def test_a_bad_configuration_ends_with_its_own_exit_code(tmp_path):
     assert main(["--ssl-certfile", str(path)]) == 2
 
 
-def test_the_process_starts_fast_and_ends_on_sigterm():
+def test_the_process_starts_fast_and_ends_on_sigterm(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{"recording": {"enabled": false}}')
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-m", "gateway", "--port", str(port), "--workers", "127.0.0.1:9"]
-        + ["--lang", "zh"],
+        + ["--lang", "zh", "--config", str(config)],
         stderr=subprocess.PIPE,
         text=True,
     ) as process:

@@ -115,7 +115,7 @@ def test_a_retired_key_of_the_reference_brings_a_notice(tmp_path):
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("service", "request_timeout", 10.0),
+        ("audio", "chat_vocoder", "cosyvoice2"),
         ("model", "attn_implementation", "eager"),
         ("audio", "ref_audio_path", "voice.wav"),
         ("duplex", "sliding_window_mode", "context"),
