@@ -130,6 +130,7 @@ class Question:
                     self._tape.gave(event, 0.0, now)
                     return event
                 case Failure():
+                    self._tape.gave(event, 0.0, now)
                     raise WorkerFailure(event.slug, event.message, event.close_code or 1000)
                 case Closed():
                     raise WorkerLost(f"The worker ended the session: {event.reason}")

@@ -20,5 +20,4 @@ async def first_to_end(*works: Coroutine[Any, Any, object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    for task in ended:
-        task.result()
+    ended[0].result()

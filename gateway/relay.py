@@ -355,10 +355,10 @@ class Relay:
         """Raises WorkerFailure when the failure ends the session."""
         if failure.seq is not None and self._inbox.answered(failure.seq) is not None:
             self._watch.failed()
+        self._tape.gave(failure, 0.0, self._clock.monotonic())
         if failure.close_code is not None:
             raise WorkerFailure(failure.slug, failure.message, failure.close_code)
         self._gateway.desk.count(failure.slug)
-        self._tape.gave(failure, 0.0, self._clock.monotonic())
         self._outbox.put(self._failure(failure.slug, failure.message))
         self._answer_due()
 

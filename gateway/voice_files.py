@@ -23,6 +23,7 @@ FORMATS = "aac,aiff,amr,asf,au,caf,flac,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp
 of this machine and addresses of its network."""
 
 MAX_SAMPLES = round(MAX_REFERENCE_VOICE_S * INPUT_SAMPLE_RATE_HZ)
+TOO_LONG = f"The voice is longer than {MAX_REFERENCE_VOICE_S:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +72,14 @@ def _decode(container: av.container.InputContainer) -> Samples:
     pieces: list[Samples] = []
     n_samples = 0
     for frame in container.decode(container.streams.audio[0]):
+        # A file may claim one sample per second; a frame of it would become gigabytes.
+        if frame.samples * INPUT_SAMPLE_RATE_HZ > MAX_SAMPLES * frame.sample_rate:
+            raise BadVoiceFile(TOO_LONG)
         for out in resampler.resample(frame):
             pieces.append(out.to_ndarray()[0])
             n_samples += pieces[-1].size
         if n_samples > MAX_SAMPLES:
-            raise BadVoiceFile(f"The voice is longer than {MAX_REFERENCE_VOICE_S:g} s")
+            raise BadVoiceFile(TOO_LONG)
     if pieces:
         pieces += [out.to_ndarray()[0] for out in resampler.resample(None)]
     return np.concatenate(pieces)[:MAX_SAMPLES] if pieces else np.zeros(0, np.float32)

@@ -6,8 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +14,10 @@ from typing import Annotated
 import msgspec
 
 from gateway.clock import Clock
+from gateway.uploads import Uploads
 from gateway.voice_files import VoiceClip, decode_voice, read_voice
 from shared.audio import Samples, write_wav
-from shared.errors import BadMessage, NoStorage, TooManyConnections
+from shared.errors import BadMessage, NoStorage
 from shared.limits import INPUT_SAMPLE_RATE_HZ
 
 log = logging.getLogger(__name__)
@@ -64,27 +64,12 @@ class Voices:
         self._clock = clock
         self._decoding = asyncio.Lock()
         self._changing = asyncio.Lock()
-        self._n_uploads = 0
+        self.uploads = Uploads(MAX_UPLOADS)
         self._voices = {voice.id: voice for voice in _load(folder / REGISTRY)}
 
     def all(self) -> list[Voice]:
         """Every voice, the oldest first."""
         return list(self._voices.values())
-
-    @contextmanager
-    def receiving(self) -> Iterator[None]:
-        """Hold the right to receive and decode one upload.
-
-        Raises:
-            TooManyConnections: `MAX_UPLOADS` are under way.
-        """
-        if self._n_uploads >= MAX_UPLOADS:
-            raise TooManyConnections("Other voices are being uploaded; try again")
-        self._n_uploads += 1
-        try:
-            yield
-        finally:
-            self._n_uploads -= 1
 
     async def add(self, upload: Upload) -> Voice:
         """Decode and keep a voice.

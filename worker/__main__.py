@@ -24,7 +24,7 @@ from worker.lifecycle import EXIT_START_FAILED, Lifecycle, WorkerSettings
 from worker.models.contract import Model, Progress
 from worker.server import bind, create_app, make_server
 from worker.sessions.host import SessionHost, SessionLimits
-from worker.sessions.rehearsal import rehearse, warm_up_inputs
+from worker.sessions.rehearsal import rehearse, rehearse_answers, warm_up_inputs
 
 if TYPE_CHECKING:
     from worker.compile.compiler import Compiler
@@ -93,6 +93,7 @@ def builder_of(config: Config, compiling: Compiling) -> Callable[[], Model]:
 
 async def _warm_up(played: Sequence[Input], host: SessionHost, progress: Progress) -> None:
     await rehearse(played, host, progress)
+    await rehearse_answers(played, host, progress)
     # What the start has made stays until the end: a full collection in the middle of a unit would
     # walk through all of it.
     gc.collect()

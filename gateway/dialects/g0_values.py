@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 
 from shared.audio import F32_BYTES, check_f32_length, decode_base64
@@ -20,6 +21,12 @@ MAX_SHOWN_CHARS = 40
 
 MAX_COUNT = 1_000_000
 
+MAX_MARKS = 300_000
+"""Commas and opening brackets of one message, which bound its values: 128 MiB of `[],` would hold
+the interpreter for half a minute. Those in texts count too, so it is above `MAX_CHAT_CHARS`."""
+
+PIECE_CHARS = 1024 * 1024
+
 Check = Callable[[str, Any], Any]
 
 
@@ -28,8 +35,10 @@ def json_object(frame: str | bytes | bytearray) -> dict[str, Any]:
 
     Raises:
         NotJson: it is no JSON.
-        BadMessage: it is JSON that cannot be read, or no object.
+        BadMessage: it is JSON that cannot be read, or no object, or too many values.
     """
+    if len(frame) > MAX_MARKS and _n_marks(frame) > MAX_MARKS:
+        raise BadMessage("the message holds too many values")
     try:
         body = orjson.loads(frame)
     except orjson.JSONDecodeError as error:
@@ -44,6 +53,17 @@ def json_object(frame: str | bytes | bytearray) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadMessage(f"expected a JSON object, got {shown(body)}")
     return body
+
+
+def _n_marks(frame: str | bytes | bytearray) -> int:
+    """Count commas and opening brackets, piece by piece: other threads get their turns."""
+    n = 0
+    for begin in range(0, len(frame), PIECE_CHARS):
+        piece = frame[begin : begin + PIECE_CHARS]
+        data = piece.encode(errors="replace") if isinstance(piece, str) else piece
+        codes = np.frombuffer(data, np.uint8)
+        n += sum(int(np.count_nonzero(codes == mark)) for mark in b"[{,")
+    return n
 
 
 def shown(value: object) -> str:

@@ -140,7 +140,8 @@ class Film:
 def open_picture(path: Path) -> Image.Image | None:
     """Return a picture of moderate size; None: the file holds none that may be decoded."""
     try:
-        with Image.open(path) as image:
+        # Nobody has looked at what is recorded: Pillow would start a PostScript interpreter too.
+        with Image.open(path, formats=("JPEG", "PNG")) as image:
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 return None
             image.draft("RGB", (MAX_SIDE, MAX_SIDE))

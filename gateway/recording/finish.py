@@ -113,6 +113,8 @@ def _make(folder: Path) -> None:
 def _replay(folder: Path, chunks: list[dict[str, Any]], with_film: bool) -> dict[str, Any]:
     try:
         return replay.merge(folder, chunks, with_film)
+    except replay.ReplayTooLong:
+        return {"problem": f"merged replay: longer than {replay.MAX_REPLAY_S // 3600} hours"}
     except (av.error.FFmpegError, ValueError, wave.Error) as error:
         problem = f"merged replay: {type(error).__name__}"
         log.warning("replay failed recording=%s with_film=%s", folder.name, with_film)

@@ -28,6 +28,13 @@ MP4: Final = "merged_replay.mp4"
 MIN_SEGMENT: Final = RATE
 """Samples of the shortest segment."""
 
+MAX_REPLAY_S: Final = 4 * 3600
+"""A chunk of one sample takes a second here too, and a WAV file ends at 4 GiB (18 hours)."""
+
+
+class ReplayTooLong(Exception):
+    """The session is longer than `MAX_REPLAY_S`; its chunks can be heard one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -88,11 +95,14 @@ def merge(folder: Path, chunks: Sequence[dict[str, Any]], with_film: bool) -> di
         the entries of `recording.json`.
 
     Raises:
+        ReplayTooLong: nothing is written.
         OSError: a file cannot be read or written.
         av.error.FFmpegError: the film cannot be encoded.
     """
     if not chunks:
         return {}
+    if len(chunks) * MIN_SEGMENT > MAX_REPLAY_S * RATE:
+        raise ReplayTooLong
     # Dots in front: nobody is shown a half of them.
     sound_part, film_part = folder / f".{WAV}", folder / f".{MP4}"
     film = _film(film_part, folder, chunks) if with_film else None
@@ -158,6 +168,8 @@ def _segments(folder: Path, chunks: Sequence[dict[str, Any]]) -> Iterator[Segmen
         if chunk is chunks[-1]:
             length = max(length, playback.n_waiting)
         padded = np.concatenate([user, _silence(length - len(user))])
+        if begin + length > MAX_REPLAY_S * RATE:
+            raise ReplayTooLong
         yield Segment(chunk, begin, padded, playback.pull(length))
         begin += length
 

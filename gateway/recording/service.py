@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from gateway.clock import Clock
-from gateway.recording import retention
+from gateway.recording import journal, retention
 from gateway.recording.recorder import JournalRecorder
 from gateway.recording.store import Store
+from gateway.recording.upload import MAX_UPLOADS
 from gateway.recording.writer import Writer
+from gateway.uploads import Uploads
 from shared.config import Config
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,10 @@ BATCH: Final = 16
 
 FINISH_TIMEOUT_S: Final = 1800.0
 """For one folder; an hour with a camera takes about 90 s of one core."""
+
+MAX_FAILURES: Final = 5
+"""Processes that may fail at one folder. They count for themselves and give it up earlier
+(`finish.py`), unless they fail before they come to it."""
 
 END_GRACE_S: Final = 2.0
 FIRST_CLEAN_S: Final = 60.0
@@ -43,10 +49,12 @@ class Recordings:
         self._clock = clock
         self.store = Store(Path(config.service.data_dir))
         self.writer = Writer(self.store, self._config.max_queue_mb * MIB)
+        self.uploads = Uploads(MAX_UPLOADS)
         self.recorder: JournalRecorder | None = None
         if self._config.enabled:
             self.recorder = JournalRecorder(self.writer, clock, self._finish_later)
         self._to_finish: deque[Path] = deque()
+        self._n_failures: Counter[Path] = Counter()
         self._added = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -119,14 +127,27 @@ class Recordings:
                 code = await process.wait()
         except TimeoutError:
             code = None
+            # Told to end, it would take its attempt back and hang again.
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
         finally:
             if process.returncode is None:
                 await _end(process)
         if code != 0:
-            # One of them is to blame; it counts its own attempts, so this comes to an end.
             log.warning("finishing recordings ended with code=%s count=%d", code, len(folders))
-            left = await asyncio.to_thread(self.store.unfinished)
-            self._to_finish.extendleft(f for f in reversed(folders) if f in left)
+            self._try_again(await asyncio.to_thread(_with_log, folders))
+
+    def _try_again(self, left: list[Path]) -> None:
+        """Line the folders up once more that a process has not come to the end of."""
+        if not left:
+            return
+        # They are taken in their order: it was at the first one.
+        self._n_failures[left[0]] += 1
+        if self._n_failures[left[0]] > MAX_FAILURES:
+            log.error("not finished until the next start recording=%s", left[0].name)
+            del self._n_failures[left[0]], left[0]
+        self._to_finish.extendleft(reversed(left))
 
     async def _clean_daily(self) -> None:
         wait_s = FIRST_CLEAN_S
@@ -138,6 +159,11 @@ class Recordings:
                 await asyncio.to_thread(retention.clean, self.store, self._config, now)
             except OSError as error:
                 log.warning("recordings cannot be cleaned up: %s", error.strerror)
+
+
+def _with_log(folders: Sequence[Path]) -> list[Path]:
+    """Return those that are not finished; one that cannot be looked at is left out."""
+    return [folder for folder in folders if os.path.exists(folder / journal.NAME)]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

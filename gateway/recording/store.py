@@ -16,7 +16,9 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -34,6 +36,9 @@ COMMENT: Final = "comment.txt"
 ID: Final = re.compile(r"[A-Za-z0-9_-]{1,200}")
 MAX_SESSION_PART: Final = 64
 """Characters of the client's session id in a recording's id."""
+
+STALE_S: Final = 3600.0
+"""Age of a half-made file that nobody works on any more."""
 
 TOKEN_BYTES: Final = 12
 """Of chance in an id: whoever knows an id may see the recording."""
@@ -63,11 +68,21 @@ class Store:
         self._summaries: dict[str, tuple[object, Summary]] = {}
 
     def create(self, recording_id: str, meta: Mapping[str, Any]) -> Path:
-        """Make the folder of a new recording and return it. Raises OSError."""
+        """Make the folder of a new recording and return it.
+
+        Raises:
+            OSError: the disk refuses; nothing is left.
+            TypeError, ValueError: JSON cannot hold `meta`; the same.
+        """
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = self.root / recording_id
         folder.mkdir(mode=0o700)
-        write_json(folder / META, meta)
+        try:
+            write_json(folder / META, meta)
+        except (OSError, TypeError, ValueError):
+            # Without `meta.json` nobody would ever take it for a recording and remove it.
+            folder.rmdir()
+            raise
         return folder
 
     def find(self, recording_id: str) -> Path | None:
@@ -94,12 +109,11 @@ class Store:
 
     def summaries(self) -> list[Summary]:
         """Return all recordings with a valid `meta.json`, the newest first."""
-        found = [s for folder in self.folders() if (s := self._summary(folder)) is not None]
-        self._summaries = {
-            s.recording_id: self._summaries[s.recording_id]
-            for s in found
-            if s.recording_id in self._summaries
-        }
+        # One snapshot: the list of an administrator and the daily removal may run side by side.
+        cached = self._summaries
+        found = [s for folder in self.folders() if (s := self._summary(folder, cached)) is not None]
+        ids = {summary.recording_id for summary in found}
+        self._summaries = {name: one for name, one in list(cached.items()) if name in ids}
         return sorted(found, key=lambda summary: summary.created_at, reverse=True)
 
     def delete(self, recording_id: str) -> bool:
@@ -122,24 +136,33 @@ class Store:
         return True
 
     def sweep(self) -> None:
-        """Remove what an earlier process was about to remove or to receive. Raises OSError."""
+        """Remove what an earlier process was about to remove, to receive or to write.
+
+        Half-made files of the last hour stay: somebody may be at them.
+
+        Raises:
+            OSError: the folder cannot be read or changed.
+        """
         if not self.root.is_dir():
             return
         for doomed in self.root.glob(".deleting-*"):
             shutil.rmtree(doomed, ignore_errors=True)
-        for part in self.root.glob("*/.upload-*"):
-            part.unlink(missing_ok=True)
+        before = time.time() - STALE_S
+        for part in self.root.glob("*/.*-*"):
+            with suppress(FileNotFoundError):
+                if part.stat().st_mtime < before:
+                    part.unlink()
 
-    def _summary(self, folder: Path) -> Summary | None:
+    def _summary(self, folder: Path, known: dict[str, tuple[object, Summary]]) -> Summary | None:
         try:
             # A file that is added or replaced changes the folder's time; a live log does not.
             seen = (folder.stat().st_mtime_ns, (folder / META).stat().st_mtime_ns)
-            cached = self._summaries.get(folder.name)
+            cached = known.get(folder.name)
             if cached is not None and cached[0] == seen:
                 return cached[1]
             summary = summary_of(folder)
             if summary is not None and not (folder / journal.NAME).exists():
-                self._summaries[folder.name] = (seen, summary)
+                known[folder.name] = (seen, summary)
         except FileNotFoundError:
             return None  # removed meanwhile
         return summary
@@ -220,9 +243,9 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-    except OSError:
+    finally:
+        # Whatever it was; a signal may end a process here.
         part.unlink(missing_ok=True)
-        raise
 
 
 def _private(path: str, flags: int) -> int:

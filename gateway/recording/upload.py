@@ -17,6 +17,9 @@ from shared.errors import BadMessage, NoStorage, PayloadTooLarge
 from shared.limits import MIB
 
 MAX_UPLOAD_BYTES: Final = 200 * MIB
+MAX_UPLOADS: Final = 16
+"""Under way at the same time: 3 GiB of disk that may be thrown away again."""
+
 WRITE_BYTES: Final = MIB
 STEM: Final = "frontend_replay"
 
@@ -104,8 +107,10 @@ class UnsupportedType(BadMessage):
     http_status = 400
 
 
-async def receive(folder: Path, content_type: str, body: AsyncIterator[bytes]) -> Path:
+async def receive(folder: Path, content_type: str, body: AsyncIterator[bytes]) -> tuple[Path, int]:
     """Store the form's file; an earlier one of the same kind is replaced once this is complete.
+
+    Returns where it is and its bytes.
 
     Args:
         content_type: header of the request.
@@ -139,7 +144,7 @@ async def receive(folder: Path, content_type: str, body: AsyncIterator[bytes]) -
         raise BadMessage("the upload was broken off") from error
     finally:
         part.unlink(missing_ok=True)
-    return target
+    return target, form.n_bytes
 
 
 def _append(path: Path, data: bytes) -> None:

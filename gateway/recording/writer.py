@@ -127,7 +127,7 @@ class Writer:
         while (item := self._items.get()) is not None:
             try:
                 self._write(item)
-            except (OSError, TypeError, ValueError) as error:
+            except (OSError, MemoryError, TypeError, ValueError) as error:
                 # The latter two: a configuration that JSON cannot hold. It costs one recording.
                 self._give_up(item.target, error)
             finally:
@@ -158,9 +158,13 @@ class Writer:
         self._close(target)
 
     def _close(self, target: Target) -> None:
-        if target.journal is not None:
-            target.journal.close()
-            target.journal = None
+        closing, target.journal = target.journal, None
+        if closing is not None:
+            try:
+                closing.close()
+            except OSError as error:
+                # A network disk may refuse only now; what has arrived there can still be read.
+                self._stop(target, DISK, error.strerror or type(error).__name__)
         if target.folder is not None:
             target.on_closed(target.folder)
 

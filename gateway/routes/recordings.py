@@ -76,8 +76,9 @@ async def download(request: Request, recording_id: str) -> StreamingResponse:
 async def upload_recording(request: Request, recording_id: str) -> dict[str, Any]:
     folder = _folder(request, recording_id)
     content_type = request.headers.get("content-type", "")
-    path = await upload.receive(folder, content_type, request.stream())
-    return {"status": "ok", "path": path.name, "size_bytes": path.stat().st_size}
+    with gateway_of(request).recordings.uploads.receiving():
+        path, n_bytes = await upload.receive(folder, content_type, request.stream())
+    return {"status": "ok", "path": path.name, "size_bytes": n_bytes}
 
 
 @router.post("/api/sessions/{recording_id}/comment")
@@ -142,7 +143,11 @@ async def recordings(
 async def delete(request: Request, recording_id: str) -> dict[str, bool]:
     gateway = gateway_of(request)
     gateway.guard.check_admin(request)
-    if not await asyncio.to_thread(gateway.recordings.store.delete, recording_id):
+    try:
+        was_there = await asyncio.to_thread(gateway.recordings.store.delete, recording_id)
+    except OSError as error:
+        raise NoStorage("The recording cannot be removed") from error
+    if not was_there:
         raise HTTPException(404, f"Session not found: {recording_id}")
     return {"success": True}
 

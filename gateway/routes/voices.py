@@ -71,7 +71,7 @@ async def voices(request: Request) -> dict[str, Any]:
 async def upload_voice(request: Request) -> dict[str, Any]:
     """Keep a voice of at most 60 s, out of a file in any usual format."""
     gateway = gateway_of(request)
-    with gateway.voices.receiving():
+    with gateway.voices.uploads.receiving():
         body = await request.body()
         upload = await gateway.large.run(len(body), _parse, body)
         voice = await gateway.voices.add(upload)

@@ -12,14 +12,28 @@ export function socketUrl(path) {
   return url.href;
 }
 
-// JSON of a route. Raises an Error with the service's own sentence.
-export async function getJson(path) {
-  const reply = await fetch(serviceUrl(path));
-  if (!reply.ok) {
-    const body = await reply.json().catch(() => ({}));
-    throw new Error(typeof body.detail === "string" ? body.detail : `HTTP ${reply.status}`);
+// What the service answered instead of what it was asked for, in its own sentence.
+export class Refusal extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
   }
-  return reply.json();
+}
+
+// JSON of a route. Raises Refusal, or what the browser says without an answer.
+export function getJson(path) {
+  return ask(path, {});
+}
+
+export function sendJson(method, path, body) {
+  return ask(path, { method, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+}
+
+async function ask(path, options) {
+  const reply = await fetch(serviceUrl(path), options);
+  if (reply.ok) return reply.json();
+  const { detail } = await reply.json().catch(() => ({}));
+  throw new Refusal(reply.status, typeof detail === "string" ? detail : `HTTP ${reply.status}`);
 }
 
 // A key in the page's address is a cookie by now, which sockets and links carry by themselves; the

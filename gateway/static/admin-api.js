@@ -36,6 +36,9 @@ export async function send(method, path, body) {
   }
   const isJson = reply.headers.get("content-type")?.startsWith("application/json");
   const content = isJson ? await reply.json() : await reply.text();
-  if (!reply.ok) throw new ApiError(reply.status, content?.detail ?? `HTTP ${reply.status}`);
+  if (!reply.ok) {
+    const said = typeof content?.detail === "string" ? content.detail : `HTTP ${reply.status}`;
+    throw new ApiError(reply.status, said);
+  }
   return content;
 }

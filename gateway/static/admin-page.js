@@ -5,8 +5,8 @@ import { ApiError, get, rememberKey, send } from "./admin-api.js";
 import { AppSwitches, EtaForm, showService } from "./admin-controls.js";
 import { LatencyChart } from "./admin-latency.js";
 import { makeTables } from "./admin-tables.js";
-import "./admin-texts.js";
-import { applyTranslations, onLanguageChange, setPlain, setText, t } from "./i18n.js";
+import { applyTranslations, onLanguageChange, register, setPlain, setText, t } from "./i18n.js";
+import { ADMIN } from "./texts-admin.js";
 
 const REFRESH_MS = 3_000;
 const SLOW_EVERY = 5;
@@ -153,6 +153,7 @@ function showProblem(text) {
   $("problem").hidden = !text;
 }
 
+register(ADMIN);
 hideKey();
 applyTranslations();
 const administration = new Administration();

@@ -6,7 +6,8 @@ import { bytesToBase64, encodeSamples, joinSamples } from "./codec.js";
 const MAX_AUDIO_S = 120;
 const PIECE_SAMPLES = 1600;
 
-// Characters of base64 in one question; the service takes frames of 128 MiB.
+// Characters of base64 in one question and all that was sent before, which goes along with it; the
+// service takes frames of 128 MiB.
 const MAX_TOTAL = 120 * 1024 * 1024;
 
 export class TooLarge extends Error {}
@@ -16,6 +17,7 @@ export class Attachments {
   // onChange(list) after each change.
   constructor(onChange) {
     this.list = [];
+    this.sent = 0;
     this.onChange = onChange;
   }
 
@@ -36,13 +38,16 @@ export class Attachments {
   }
 
   add(attachment) {
-    const total = this.list.reduce((sum, { data }) => sum + data.length, attachment.data.length);
-    if (total > MAX_TOTAL) throw new TooLarge(attachment.name);
+    if (this.sent + sizeOf(this.list) + attachment.data.length > MAX_TOTAL) {
+      URL.revokeObjectURL(attachment.url);
+      throw new TooLarge(attachment.name);
+    }
     this.list.push(attachment);
     this.onChange(this.list);
   }
 
   remove(attachment) {
+    URL.revokeObjectURL(attachment.url);
     this.list = this.list.filter((other) => other !== attachment);
     this.onChange(this.list);
   }
@@ -50,16 +55,30 @@ export class Attachments {
   // Hands all of them over and is empty then.
   take() {
     const taken = this.list;
+    this.sent += sizeOf(taken);
     this.list = [];
     this.onChange(this.list);
     return taken;
   }
 
+  // A new conversation: nothing goes along any more.
+  clear() {
+    for (const { url } of this.list) URL.revokeObjectURL(url);
+    this.list = [];
+    this.sent = 0;
+    this.onChange(this.list);
+  }
+
   // After a question that failed they are back for the next try.
   putBack(list) {
+    this.sent -= sizeOf(list);
     this.list = [...list, ...this.list];
     this.onChange(this.list);
   }
+}
+
+function sizeOf(list) {
+  return list.reduce((sum, { data }) => sum + data.length, 0);
 }
 
 // A spoken message: from `open` to `finish`.

@@ -4,7 +4,7 @@ import { ChatRequest } from "./chat-request.js";
 import { Thread } from "./chat-view.js";
 import { encodeSamples, joinSamples } from "./codec.js";
 import { Player } from "./player.js";
-import { closedBecause, problemOf, saidBy } from "./problems.js";
+import { closedBecause, hasNoEffect, problemOf, saidBy } from "./problems.js";
 import { showRecording } from "./recordings.js";
 import { byId, showNote, showProblem, showQueue, showState, swapButtons } from "./view.js";
 
@@ -89,7 +89,7 @@ export class Chat {
   done(turn, { text, ignored = [], recording_session_id: recording }) {
     if (!turn.answer && text) turn.bubble.addText(text);
     turn.answer = text ?? turn.answer;
-    if (ignored.length) showNote(["ignored", { names: ignored.join(", ") }]);
+    if (ignored.length) showNote(hasNoEffect(ignored));
     showRecording(recording, "turnbased");
     this.keep(turn);
     this.finish(turn, "idle");
@@ -147,7 +147,7 @@ export class Chat {
   startAnew() {
     this.stop();
     this.player.stop();
-    this.attachments.take();
+    this.attachments.clear();
     this.messages = [];
     this.answers.clear();
     this.thread.clear();

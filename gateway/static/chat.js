@@ -41,6 +41,15 @@ async function addFiles(files) {
   }
 }
 
+function addRecording(samples) {
+  const name = t("chat.recording_name");
+  try {
+    attachments.addRecording(samples, name);
+  } catch (error) {
+    showProblem(fileProblem(error, name));
+  }
+}
+
 function fileProblem(error, name) {
   if (error instanceof TooLarge) return ["chat.too_large", { name }];
   if (error instanceof UnknownKind) return ["chat.unknown_kind", { name }];
@@ -53,7 +62,7 @@ async function toggleRecording() {
     const samples = recorder.finish();
     recorder = null;
     showRecordingState(false);
-    if (samples.length) attachments.addRecording(samples, t("chat.recording_name"));
+    if (samples.length) addRecording(samples);
     return;
   }
   const hurdle = findHurdle();

@@ -6,7 +6,7 @@ import { Captions } from "./captions.js";
 import { frontendDefaults } from "./defaults.js";
 import { DuplexSession } from "./duplex-session.js";
 import { setText } from "./i18n.js";
-import { closedBecause, findHurdle, problemOf, saidBy } from "./problems.js";
+import { closedBecause, findHurdle, hasNoEffect, problemOf, saidBy } from "./problems.js";
 import { showRecording } from "./recordings.js";
 import { Timeline } from "./timeline.js";
 import {
@@ -142,12 +142,12 @@ export class Conversation {
     on("timeout", ({ reason }) => this.fail(["problem.ended", { why: reason }]));
     on("error", (message) => this.error(message));
     on("closed", (close) => this.closed(close));
-    session.prepare({ systemPrompt, voice, maxSliceNums: this.maxSliceNums });
+    session.prepare({ systemPrompt, voice, maxSliceNums: this.usesCamera ? this.maxSliceNums : null });
   }
 
   prepared({ ignored = [], recording_session_id: recording }) {
     this.live = true;
-    if (ignored.length) showNote(["ignored", { names: ignored.join(", ") }]);
+    if (ignored.length) showNote(hasNoEffect(ignored));
     showRecording(recording, this.app);
     this.state("listening");
   }

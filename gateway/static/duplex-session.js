@@ -18,9 +18,10 @@ export class DuplexSession extends LiveSocket {
     this.sentAt = [];
   }
 
-  // voice: Float32Array at 16 kHz, or null.
+  // voice: Float32Array at 16 kHz, or null. maxSliceNums: null without a camera.
   prepare({ systemPrompt, voice, maxSliceNums }) {
-    const message = { type: "prepare", system_prompt: systemPrompt, max_slice_nums: maxSliceNums };
+    const message = { type: "prepare", system_prompt: systemPrompt };
+    if (maxSliceNums !== null) message.max_slice_nums = maxSliceNums;
     if (voice) message.ref_audio_base64 = encodeSamples(voice);
     this.whenOpen(message);
   }

@@ -1,5 +1,7 @@
 // What can go wrong on the way to a live session, as messages that say what to do.
 
+import { t } from "./i18n.js";
+
 const NAMES = {
   NotAllowedError: "problem.not_allowed",
   NotFoundError: "problem.not_found",
@@ -11,6 +13,8 @@ const NAMES = {
 const ADVISED = new Set([
   "unauthorized", "forbidden_origin", "queue_full", "no_worker", "worker_lost", "slow_reader",
 ]);
+
+const MEANT = new Set(["max_slice_nums", "image_content", "reference_voice"]);
 
 // Why this browser cannot use a microphone here; null if it can.
 export function findHurdle() {
@@ -34,6 +38,12 @@ export function problemOf(error) {
 export function saidBy({ error, slug }) {
   const sentence = /[.!?。！？]$/.test(error) ? error : `${error}.`;
   return ADVISED.has(slug) ? [sentence, [`advice.${slug}`]] : [sentence];
+}
+
+// names: what the service says that it has no use for, in its own words where we have none.
+export function hasNoEffect(names) {
+  const words = names.map((name) => (MEANT.has(name) ? t(`ignored.${name}`) : name));
+  return ["ignored", { names: words.join(", ") }];
 }
 
 // A connection that ended without a word.

@@ -92,9 +92,9 @@ export function captionsOf(pieces) {
   for (const { at, length, who, text, heard, endsTurn } of pieces) {
     if (heard) captions.push({ from: at, until: at + length, who: "you", text: heard });
     if (who === "listen") said = "";
-    if (!text) continue;
     said = who === "speak" ? said + text : text;
-    captions.push({ from: at, until: at + length, who: who === "you" ? "you" : "assistant", text: said });
+    // A second of sound without a new word still belongs to the words before it.
+    if (said) captions.push({ from: at, until: at + length, who: who === "you" ? "you" : "assistant", text: said });
     if (endsTurn) said = "";
   }
   return captions;

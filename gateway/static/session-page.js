@@ -1,12 +1,12 @@
 // The viewer of one recording, `/s/{id}`.
 
-import { hideKey, serviceUrl } from "./address.js";
-import { applyTranslations, language, onLanguageChange, setPlain, setText, t } from "./i18n.js";
+import { getJson, hideKey, sendJson, serviceUrl } from "./address.js";
+import { applyTranslations, language, onLanguageChange, register, setPlain, setText, t } from "./i18n.js";
 import { captionsOf, clock, pieceAt, readRecording } from "./session-model.js";
 import { ClipPlayback, ReplayPlayback } from "./session-playback.js";
-import "./session-texts.js";
 import { Timeline } from "./session-timeline.js";
 import { peaksOf } from "./session-waveform.js";
+import { SESSION } from "./texts-session.js";
 
 const MARKS = new Set(["interrupted", "dropped"]);
 const POLL_MS = 3_000;
@@ -44,7 +44,7 @@ class Viewer {
   // Waits until the session has ended and its recording has been put together.
   async finished() {
     for (;;) {
-      const recording = await getJson(`${base}/recording`, { absent: null });
+      const recording = await getRecording();
       if (recording) return recording;
       document.body.dataset.state = "waiting";
       this.meta = await getJson(base);
@@ -125,8 +125,8 @@ class Viewer {
   follow() {
     const { time } = this.playback;
     this.timeline.moveTo(time);
-    const current = this.captions.filter(({ from, until }) => from <= time && time < until).at(-1);
-    const text = current ? `${t(`session.${current.who}`)}: ${current.text}` : "";
+    const current = this.captions.filter(({ from, until }) => from <= time && time < until);
+    const text = current.map(({ who, text: said }) => `${t(`session.${who}`)}: ${said}`).join("\n");
     if ($("caption").textContent !== text) $("caption").textContent = text;
     this.markPiece(pieceAt(this.model.pieces, time));
   }
@@ -166,10 +166,12 @@ class Viewer {
   }
 
   async saveComment() {
-    const body = JSON.stringify({ comment: $("comment").value });
-    const reply = await fetch(serviceUrl(`${base}/comment`), { method: "POST", headers: { "Content-Type": "application/json" }, body });
-    if (reply.ok) setText($("comment-state"), "session.saved");
-    else setPlain($("comment-state"), (await reply.json()).detail);
+    try {
+      await sendJson("POST", `${base}/comment`, { comment: $("comment").value });
+      setText($("comment-state"), "session.saved");
+    } catch (error) {
+      setPlain($("comment-state"), error.message);
+    }
   }
 
   translate() {
@@ -179,21 +181,16 @@ class Viewer {
   }
 }
 
-class Refusal extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
-
 const REFUSALS = { 401: "session.locked", 404: "session.unknown" };
 
-// JSON of a route; `absent` is the value of a 404. Raises Refusal with the service's sentence.
-async function getJson(path, { absent } = {}) {
-  const reply = await fetch(serviceUrl(path));
-  if (reply.status === 404 && absent !== undefined) return absent;
-  if (!reply.ok) throw new Refusal(reply.status, (await reply.json()).detail);
-  return reply.json();
+// The recording; null until it has been put together.
+async function getRecording() {
+  try {
+    return await getJson(`${base}/recording`);
+  } catch (error) {
+    if (error.status === 404) return null;
+    throw error;
+  }
 }
 
 function visible() {
@@ -244,6 +241,7 @@ function note(key, values) {
   $("note").hidden = !key;
 }
 
+register(SESSION);
 hideKey();
 applyTranslations();
 const viewer = new Viewer();

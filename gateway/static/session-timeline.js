@@ -8,6 +8,7 @@ const MAX_PX = 16_000;
 const FRAME_PX = 56;
 const TICKS_S = [5, 10, 30, 60, 300, 600, 1800];
 const MIN_TICK_PX = 80;
+const TICK_LABEL_PX = 40;
 
 export class Timeline {
   // seek(time): called when somebody points at a moment. urlOf(path): where an asset is.
@@ -73,7 +74,9 @@ export class Timeline {
   ticks(px) {
     const track = element("div", "track ticks");
     const step = TICKS_S.find((s) => (px * s) / this.length >= MIN_TICK_PX) ?? 3600;
-    for (let at = 0; at < this.length; at += step) {
+    // A label at the very end would be cut off.
+    const end = this.length * (1 - TICK_LABEL_PX / px);
+    for (let at = 0; at < end; at += step) {
       track.append(this.place(element("span", "", clock(at)), at));
     }
     return track;

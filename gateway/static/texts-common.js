@@ -57,6 +57,9 @@ export const COMMON = {
     "recording.copied": "Copied",
     "recording.share": "Share",
     "ignored": "This server does not use: {names}.",
+    "ignored.max_slice_nums": "the camera's details",
+    "ignored.image_content": "pictures",
+    "ignored.reference_voice": "the chosen voice",
     "suspended": "The browser has suspended the audio. Come back to this page to go on.",
     "problem.insecure":
       "Browsers give a page the microphone only over HTTPS or on this machine itself. "
@@ -140,6 +143,9 @@ export const COMMON = {
     "recording.copied": "已复制",
     "recording.share": "分享",
     "ignored": "此服务器不使用：{names}。",
+    "ignored.max_slice_nums": "画面细节",
+    "ignored.image_content": "图片",
+    "ignored.reference_voice": "所选音色",
     "suspended": "浏览器暂停了音频。回到本页面即可继续。",
     "problem.insecure":
       "浏览器只允许 HTTPS 页面或本机页面使用麦克风。请打开 {https}（服务以 --public 启动时提供），"

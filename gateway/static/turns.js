@@ -5,7 +5,7 @@ import { Captions } from "./captions.js";
 import { frontendDefaults } from "./defaults.js";
 import { HalfDuplexSession } from "./half-duplex-session.js";
 import { setText } from "./i18n.js";
-import { closedBecause, findHurdle, problemOf, saidBy } from "./problems.js";
+import { closedBecause, findHurdle, hasNoEffect, problemOf, saidBy } from "./problems.js";
 import { showRecording } from "./recordings.js";
 import {
   byId, drawLevels, showLevel, showNote, showProblem, showQueue, showState, swapButtons,
@@ -121,7 +121,7 @@ export class Turns {
 
   prepared({ ignored = [], recording_session_id: recording, timeout_s: timeoutS }) {
     this.live = true;
-    if (ignored.length) showNote(["ignored", { names: ignored.join(", ") }]);
+    if (ignored.length) showNote(hasNoEffect(ignored));
     showRecording(recording, "half_duplex_audio");
     this.enter("listening");
     if (timeoutS > 0) this.countDown(performance.now() + 1000 * timeoutS);

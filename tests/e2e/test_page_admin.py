@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.fakes.browser import CHROMIUM, DESKTOP, Visit, chromium, microphone_file, visit
+from tests.fakes.browser import CHROMIUM, DESKTOP, PHONE, Visit, chromium, microphone_file, visit
 from tests.fakes.page_server import Answers, gateway_alone, serving_pages
 
 pytestmark = [
@@ -18,7 +18,6 @@ pytestmark = [
 ]
 
 CLIP = Path(__file__).parents[1] / "assets" / "capital_france.wav"
-NARROW = {"width": 360, "height": 740}
 BOUNDS = ("0.05", "0.1", "0.2", "1.0", "+Inf")
 REFUSED = "Failed to load resource: the server responded with a status of 401 (Unauthorized)"
 
@@ -194,6 +193,9 @@ def test_everything_the_service_says_is_shown(opened: Visit) -> None:
     assert "1 min 15 s" in row(page, "queue", "omni_waiting")
     assert "worker_0" in row(page, "sessions", "omni_live")
     assert "12.4 MB" in row(page, "recordings", "A talk")
+    # What is still being recorded cannot be deleted.
+    assert "live" in row(page, "recordings", "Another")
+    assert page.locator("#recordings tr", has_text="Another").locator("button").count() == 0
     link = page.locator("#recordings a", has_text="A talk").get_attribute("href")
     assert link == "s/20260130_omni_a"
     assert page.is_checked("#app-turnbased")
@@ -262,13 +264,6 @@ def test_a_refused_switch_goes_back(opened: Visit, answers: Answers) -> None:
 
     expect(opened.page.locator("#problem")).to_have_text("Not Found")
     assert not opened.page.is_checked("#app-omni")
-
-
-def test_a_live_recording_cannot_be_deleted(opened: Visit) -> None:
-    live = opened.page.locator("#recordings tbody tr", has_text="Another")
-
-    assert "live" in live.inner_text()
-    assert live.locator("button").count() == 0
 
 
 def test_a_refresh_keeps_the_focus_and_what_is_being_typed(opened: Visit, answers: Answers) -> None:
@@ -353,39 +348,26 @@ def set_hidden(page: Page, is_hidden: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("language", ["en", "zh"])
-@pytest.mark.parametrize("viewport", [DESKTOP, NARROW], ids=["desktop", "phone"])
-def test_it_fits_and_speaks_both_languages(
-    browser: Browser, address: str, language: str, viewport: Any
-) -> None:
-    with visit(browser, address.replace("lang=en", f"lang={language}"), viewport) as opened:
-        opened.wait_for_state("ready")
-        page = opened.page
-        width = page.evaluate("document.documentElement.scrollWidth")
-
-        assert width <= viewport["width"]
-        assert page.inner_text("#queue-title") == {"en": "Queue", "zh": "队列"}[language]
-        assert not page.locator("text=/admin\\.\\w+/").count()
-        assert opened.complaints == []
-
-
-def test_the_language_changes_what_is_on_the_page(opened: Visit) -> None:
+def test_it_fits_names_its_controls_and_speaks_both_languages(opened: Visit) -> None:
     page = opened.page
-    page.click("[data-language-switch]")
-
-    expect(page.locator("#queue button")).to_have_text("取消")
-    assert page.get_attribute("html", "lang") == "zh-CN"
-    assert "空闲" in row(page, "workers", "worker_0")
-
-
-def test_every_control_has_a_name(opened: Visit) -> None:
-    nameless = opened.page.evaluate(
+    nameless = page.evaluate(
         """[...document.querySelectorAll("button, input, select, a, textarea")].filter((e) =>
              !e.textContent.trim() && !e.getAttribute("aria-label") && !e.labels?.length)
            .map((e) => e.outerHTML)"""
     )
-
     assert nameless == []
+    for n_switches, title, cancel in ((0, "Queue", "Cancel"), (1, "队列", "取消")):
+        if n_switches:
+            page.click("[data-language-switch]")
+        expect(page.locator("#queue button")).to_have_text(cancel)
+        assert page.inner_text("#queue-title") == title
+        assert not page.locator("text=/admin\\.\\w+/").count()
+        for viewport in (DESKTOP, PHONE):
+            page.set_viewport_size(viewport)
+            assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+    assert page.get_attribute("html", "lang") == "zh-CN"
+    assert "空闲" in row(page, "workers", "worker_0")
+    assert opened.complaints == []
 
 
 def test_the_gateway_itself_has_all_of_it(browser: Browser, tmp_path: Path) -> None:

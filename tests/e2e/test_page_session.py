@@ -17,7 +17,7 @@ from gateway.recording.finish import finish
 from gateway.recording.journal import END, GAVE, TOOK, Journal
 from gateway.recording.store import Store
 from shared.protocol import Input, Result, encode
-from tests.fakes.browser import CHROMIUM, DESKTOP, Visit, chromium, microphone_file, visit
+from tests.fakes.browser import CHROMIUM, DESKTOP, PHONE, Visit, chromium, microphone_file, visit
 from tests.fakes.page_server import Answers, gateway_alone, serving_pages
 
 pytestmark = [
@@ -26,7 +26,6 @@ pytestmark = [
 ]
 
 CLIP = Path(__file__).parents[1] / "assets" / "capital_france.wav"
-NARROW = {"width": 360, "height": 740}
 ID = "20260130_093000_omni_k3_Xy12Zw89"
 API = f"/api/sessions/{ID}"
 RATE_HZ = 16_000
@@ -258,6 +257,9 @@ def test_a_line_is_played_from_its_moment_with_its_caption(opened: Visit) -> Non
 
 def test_pointing_at_the_timeline_jumps(opened: Visit) -> None:
     page = opened.page
+    # Drawn anew when the length of the replay and then the looks of its sound are known.
+    page.wait_for_function("document.querySelector('#media video').readyState >= 1")
+    page.wait_for_selector(".track.assistant canvas")
     page.evaluate(NOTE_CAPTIONS)
     box = page.locator(".track.ticks").bounding_box()
     assert box is not None
@@ -266,6 +268,41 @@ def test_pointing_at_the_timeline_jumps(opened: Visit) -> None:
 
     wait_for_captions(page, "Assistant: Anything else?")
     assert len(page.evaluate("captions.filter(Boolean)")) == 1
+
+
+def test_captions_of_both_sides_last_as_long_as_the_answers_sound(
+    browser: Browser, address: str, answers: Answers
+) -> None:
+    """The question is known only when the answer begins, and its words come before its sound."""
+    answers.by_request[f"GET {API}/recording"] = {
+        **DUPLEX,
+        "chunks": [
+            chunk(0, "LISTEN"),
+            chunk(1, "SPEAK", heard="Where is Paris?", text="In France."),
+            chunk(2, "SPEAK"),
+            chunk(3, "SPEAK", end_of_turn=True),
+            chunk(4, "LISTEN"),
+        ],
+    }
+    with visit(browser, address) as opened:
+        page = opened.page
+        opened.wait_for_state("ready")
+        page.wait_for_selector(".track.assistant canvas")
+        captions = page.eval_on_selector_all(
+            ".track.words span",
+            "f => f.map((e) => [e.textContent, e.style.left, e.style.width, e.offsetTop])",
+        )
+        page.evaluate(NOTE_CAPTIONS)
+        page.locator("#pieces button").nth(1).click()
+
+        wait_for_captions(
+            page, "You: Where is Paris?\nAssistant: In France.", "Assistant: In France."
+        )
+    (question, left, _, question_top), (answer, answer_left, width, answer_top) = captions
+    assert (question, answer) == ("Where is Paris?", "In France.")
+    assert left == answer_left
+    assert width == "50%"
+    assert answer_top > question_top
 
 
 def test_longer_chunks_are_where_the_replay_has_them(
@@ -358,6 +395,9 @@ def test_the_comment_can_be_changed(opened: Visit, answers: Answers) -> None:
 
     expect(page.locator("#comment-state")).to_have_text("Saved")
     assert (f"POST {API}/comment", {"comment": "Very nice."}) in answers.asked
+    del answers.by_request[f"POST {API}/comment"]
+    page.click("#comment-form button")
+    expect(page.locator("#comment-state")).to_have_text("Not Found")
 
 
 def test_an_unknown_recording_is_said_to_be_unknown(
@@ -371,39 +411,26 @@ def test_an_unknown_recording_is_said_to_be_unknown(
         assert opened.page.is_hidden("main")
 
 
-@pytest.mark.parametrize("language", ["en", "zh"])
-@pytest.mark.parametrize("viewport", [DESKTOP, NARROW], ids=["desktop", "phone"])
-def test_it_fits_and_speaks_both_languages(
-    browser: Browser, address: str, language: str, viewport: Any
-) -> None:
-    with visit(browser, address.replace("lang=en", f"lang={language}"), viewport) as opened:
-        opened.wait_for_state("ready")
-        page = opened.page
-
-        assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
-        assert (
-            page.inner_text("#pieces-title") == {"en": "What was said", "zh": "对话内容"}[language]
-        )
-        assert not page.locator("text=/session\\.\\w+/").count()
-        assert opened.complaints == []
-
-
-def test_the_language_changes_what_is_on_the_page(opened: Visit) -> None:
-    opened.page.click("[data-language-switch]")
-
-    expect(opened.page.locator("#pieces li").nth(2)).to_contain_text("说话")
-    expect(opened.page.locator("#title")).to_have_text("A talk about France")
-
-
-def test_every_control_has_a_name(opened: Visit) -> None:
-    nameless = opened.page.evaluate(
+def test_it_fits_names_its_controls_and_speaks_both_languages(opened: Visit) -> None:
+    page = opened.page
+    nameless = page.evaluate(
         """[...document.querySelectorAll("button, a, textarea, video, audio, img, [tabindex]")]
              .filter((e) => !e.textContent.trim() && !e.getAttribute("aria-label")
                && !e.labels?.length && !e.alt && e.alt !== "")
              .map((e) => e.outerHTML)"""
     )
-
     assert nameless == []
+    for n_switches, title, line in ((0, "What was said", "Speaking"), (1, "对话内容", "说话")):
+        if n_switches:
+            page.click("[data-language-switch]")
+        expect(page.locator("#pieces li").nth(2)).to_contain_text(line)
+        assert page.inner_text("#pieces-title") == title
+        assert not page.locator("text=/session\\.\\w+/").count()
+        for viewport in (DESKTOP, PHONE):
+            page.set_viewport_size(viewport)
+            assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+    expect(page.locator("#title")).to_have_text("A talk about France")
+    assert opened.complaints == []
 
 
 def test_a_recording_of_the_gateways_own_making_is_shown(

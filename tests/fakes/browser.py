@@ -68,6 +68,11 @@ class Visit:
     def state(self) -> str:
         return self.page.get_attribute("body", "data-state") or ""
 
+    def wait_for_script(self) -> None:
+        """The load event comes before scripts that wait for something, and their buttons are dead
+        until then."""
+        self.page.wait_for_selector("[data-language-switch][lang]", state="attached")
+
     def wait_for_state(self, *states: str, timeout_s: float = 15) -> None:
         selector = ", ".join(f"body[data-state={state}]" for state in states)
         self.page.wait_for_selector(selector, timeout=1000 * timeout_s)
@@ -94,6 +99,7 @@ def visit(
         page.on("console", opened.note_console)
         page.on("pageerror", lambda error: opened.complaints.append(str(error)))
         page.goto(url)
+        opened.wait_for_script()
         yield opened
     finally:
         context.close()

@@ -186,6 +186,7 @@ async def test_a_failure_that_ends_a_session_is_its_end(serve, talker, until):
             await client.closed()
         await until(lambda: recorder.recordings[0].ends)
         assert recorder.recordings[0].ends == ["engine_fault"]
+        assert recorder.recordings[0].kinds == [Prepared, Failure]
 
 
 async def test_a_session_that_is_never_prepared_is_not_recorded(serve, talker):

@@ -14,7 +14,7 @@ import av
 import numpy as np
 import pytest
 
-from gateway import voices
+from gateway import voice_files, voices
 from gateway.app import ASSETS_DIR, DEFAULT_VOICE
 from gateway.voice_files import decode_voice
 from shared.audio import read_wav, write_wav
@@ -56,6 +56,32 @@ def body(file: bytes, name: str = "Ann") -> dict[str, str]:
 
 def samples_of(data: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(data), "<f4")
+
+
+def flac_of_a_sample_per_second() -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="flac") as output:
+        stream = output.add_stream("flac", rate=1, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.int16), "s16", "mono")
+        frame.sample_rate = 1
+        output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def test_a_file_that_claims_a_sample_per_second_costs_no_memory(monkeypatch):
+    class Resampler:
+        def __init__(self, **_):
+            pass
+
+        def resample(self, frame):
+            raise AssertionError(f"{frame.samples} s")
+
+    file = flac_of_a_sample_per_second()
+    monkeypatch.setattr(voice_files.av, "AudioResampler", Resampler)
+
+    with pytest.raises(BadVoiceFile, match="longer than 60 s"):
+        decode_voice(file)
 
 
 @pytest.fixture

@@ -232,7 +232,9 @@ class TurnModel(Protocol):
     def turn(self, state: Any, samples: NDArray[np.float32]) -> Program:
         """Program that answers what was said: emits `Piece`s; its value is a `WholeAnswer`.
 
-        Closed in the middle, the conversation holds what had been said so far.
+        Closed in the middle, the next turn is answered all the same. Whether the conversation holds
+        what had been said so far, or only the question, is the back end's decision: a large model
+        knows that it was cut off, a small one holds on to what it was saying.
         """
 
 

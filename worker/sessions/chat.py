@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from shared.audio import samples_to_f32
-from shared.errors import BadMessage, OmniError
+from shared.errors import BadMessage, EngineFault, OmniError
 from shared.protocol import Answered, Ask, Command, Delta, Event, Prefilled, RequestType
 from shared.states import SessionState
 from worker.models.contract import ChatQuestion, Piece, Taken, WholeAnswer
@@ -69,6 +69,8 @@ class ChatSession(Session):
             return False
         try:
             await self._answer()
+        except EngineFault:
+            raise  # it is no fault of the question
         except OmniError as error:
             self._host.metrics.answer_failed()
             # The session keeps it, and with it what it refers to: pictures, files.

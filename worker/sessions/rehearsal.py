@@ -1,4 +1,4 @@
-"""A whole session without a socket: what warm-up plays before the worker takes clients."""
+"""Whole sessions without a socket: what warm-up plays before the worker takes clients."""
 
 from __future__ import annotations
 
@@ -23,22 +23,36 @@ from shared.errors import ConfigError
 from shared.limits import INPUT_SAMPLE_RATE_HZ
 from shared.logs import session_id_in_context
 from shared.protocol import (
+    Answered,
+    Ask,
+    AudioPart,
+    ChatMessage,
     Command,
     Event,
     Failure,
+    GenerationSettings,
+    ImagePart,
     Input,
+    Part,
     Prepare,
     Prepared,
+    PrepareTurns,
+    RequestType,
     Result,
     Stop,
+    TextPart,
     Timings,
+    TurnDone,
 )
 from worker.models.contract import CanTalk, Progress
+from worker.sessions.chat import ChatSession
 from worker.sessions.duplex import DuplexSession
+from worker.sessions.half_duplex import MAX_DETECT_S, SETTLE_S, HalfDuplexSession
 from worker.sessions.host import SessionHost, SessionLimits
+from worker.sessions.session import Session
 
 log = logging.getLogger(__name__)
-E = TypeVar("E", Prepared, Result)
+E = TypeVar("E")
 
 SHIPPED_CLIP = Path(__file__).parents[2] / "assets" / "warmup.mp4"
 
@@ -49,6 +63,8 @@ ANSWER_S = 4
 """Seconds of silence after the clip: room for an answer, so that speaking is warm as well."""
 TALK_S = 3
 """Units of the session that is made to speak: a turn that begins, goes on and ends."""
+SHORT = GenerationSettings(max_new_tokens=4)
+"""How long a chat answer and a turn's are: enough for every kind of op."""
 MAX_CLIP_S = 30.0
 """What is longer is cut: all shapes have occurred long before, and clients wait."""
 MAX_TAIL_S = 0.1
@@ -77,43 +93,133 @@ async def rehearse(inputs: Sequence[Input], host: SessionHost, progress: Progres
     return results
 
 
+async def rehearse_answers(inputs: Sequence[Input], host: SessionHost, progress: Progress) -> None:
+    """Play a chat request with a picture and sound, and a turn: what a duplex session never does
+    (whole clips, the chat template, the voice detector) is done once before a client waits for it.
+
+    Args:
+        inputs: of `rehearse`.
+
+    Raises:
+        RehearsalFailed: one of them failed.
+    """
+    limits = SessionLimits(idle_timeout_s=math.inf, ask_timeout_s=math.inf)
+    host = dataclasses.replace(host, limits=limits)
+    heard = np.zeros(round(MAX_DETECT_S * INPUT_SAMPLE_RATE_HZ), np.float32)
+    clip = np.frombuffer(b"".join(message.audio for message in inputs), np.float32)
+    heard[: clip.size] = clip[: heard.size]
+    sound = samples_to_f32(heard)
+
+    progress(1.0, "a chat request")
+    frames = [frame for message in inputs for frame in message.frames]
+    parts: list[Part] = [ImagePart(frame) for frame in frames[:1]]
+    parts += [AudioPart(sound), TextPart("What do you see and hear?")]
+    # Without speech: not every server has a voice, and the turn speaks where there is one.
+    asked = Ask([ChatMessage("user", parts)], SHORT)
+    await _answer(ChatSession, host, "chat", (asked, Answered))
+
+    progress(1.0, "a turn")
+    settling = bytes(4 * round(SETTLE_S * INPUT_SAMPLE_RATE_HZ))
+    await _answer(
+        _AttentiveSession,
+        host,
+        "half_duplex_audio",
+        (PrepareTurns([], generation=SHORT), Prepared),
+        (Input(0, settling + sound), TurnDone),
+    )
+
+
+class _AttentiveSession(HalfDuplexSession):
+    """Takes what it hears for a turn, whatever the detector says: a clip may hold no speech."""
+
+    async def _hear(self, samples: Samples) -> None:
+        await super()._hear(samples)
+        if not self._n_turns:
+            await self._answer_turn(samples)
+
+
+async def _answer(
+    make: type[ChatSession | HalfDuplexSession],
+    host: SessionHost,
+    request_type: RequestType,
+    *script: tuple[Command, type[Event]],
+) -> None:
+    """Play a session: each command after the last one's answer. Raises RehearsalFailed."""
+    told = _Told()
+
+    async def commands() -> AsyncIterator[Command]:
+        for command, answer in script:
+            yield command
+            await told.next(answer)
+        yield Stop("rehearsed")
+
+    await _run(make(host, WARM_UP, request_type, told.take), commands())
+    # A chat session ends by itself, maybe before anybody has looked at its answer.
+    if script[-1][1] not in told.kinds:
+        raise RehearsalFailed(f"{request_type}: {told.why()}")
+
+
 async def _play(
     inputs: Sequence[Input],
     host: SessionHost,
     diary: _Diary,
     new_state: Callable[[int], Any] | None = None,
 ) -> list[Result]:
-    events: asyncio.Queue[Event] = asyncio.Queue()
+    told = _Told()
     results: list[Result] = []
-    failures: list[Failure] = []
-
-    def take(event: Event) -> None:
-        if isinstance(event, Failure):
-            failures.append(event)
-        events.put_nowait(event)
 
     async def commands() -> AsyncIterator[Command]:
         # Results come after the deferred work of their units, so that it is timed and, for the
         # last one, done.
         yield Prepare("You are a helpful assistant.", deferred_finalize=False)
-        await _next(events, Prepared)
+        await told.next(Prepared)
         for message in inputs:
             yield message
-            result = await _next(events, Result)
+            result = await told.next(Result)
             results.append(result)
             diary.unit_done(result)
         yield Stop("rehearsed")
 
-    session = DuplexSession(host, WARM_UP, "omni_duplex", take, new_state)
+    await _run(DuplexSession(host, WARM_UP, "omni_duplex", told.take, new_state), commands())
+    if len(results) < len(inputs):
+        raise RehearsalFailed(f"{len(results)} of {len(inputs)} chunks were answered: {told.why()}")
+    return results
+
+
+async def _run(session: Session, commands: AsyncIterator[Command]) -> None:
     token = session_id_in_context.set(WARM_UP)
     try:
-        await session.run(commands())
+        await session.run(commands)
     finally:
         session_id_in_context.reset(token)
-    if len(results) < len(inputs):
-        text = failures[0].message if failures else "the session ended early"
-        raise RehearsalFailed(f"{len(results)} of {len(inputs)} chunks were answered: {text}")
-    return results
+
+
+class _Told:
+    """What a session tells its client."""
+
+    def __init__(self) -> None:
+        self.kinds: set[type[Event]] = set()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._failures: list[Failure] = []
+
+    def take(self, event: Event) -> None:
+        self.kinds.add(type(event))
+        if isinstance(event, Failure):
+            self._failures.append(event)
+        self._events.put_nowait(event)
+
+    async def next(self, kind: type[E]) -> E:
+        """Wait for an event of this kind. Raises RehearsalFailed when a failure comes first."""
+        while True:
+            event = await self._events.get()
+            if isinstance(event, kind):
+                return event
+            if isinstance(event, Failure):
+                raise RehearsalFailed(f"{event.slug}: {event.message}")
+
+    def why(self) -> str:
+        """Why there was not more."""
+        return self._failures[0].message if self._failures else "the session ended early"
 
 
 class RehearsalFailed(RuntimeError):
@@ -216,13 +322,3 @@ def _stripe(index: int) -> bytes:
     file = io.BytesIO()
     image.save(file, "JPEG")
     return file.getvalue()
-
-
-async def _next(events: asyncio.Queue[Event], kind: type[E]) -> E:
-    """Wait for an event of this kind. Raises RehearsalFailed when a failure comes first."""
-    while True:
-        event = await events.get()
-        if isinstance(event, kind):
-            return event
-        if isinstance(event, Failure):
-            raise RehearsalFailed(f"{event.slug}: {event.message}")

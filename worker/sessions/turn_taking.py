@@ -40,8 +40,10 @@ TurnEvent = TurnBegan | TurnEnded
 
 def check_settings(settings: VadSettings) -> None:
     """Raises BadMessage: a value that no voice detector can work with."""
-    if not 0.0 < settings.threshold <= 1.0:
-        raise BadMessage(f"threshold is {settings.threshold}, expected more than 0, at most 1")
+    if not HYSTERESIS < settings.threshold <= 1.0:
+        raise BadMessage(
+            f"threshold is {settings.threshold}, expected more than {HYSTERESIS}, at most 1"
+        )
     for name in ("min_speech_ms", "min_silence_ms", "speech_pad_ms"):
         value = getattr(settings, name)
         if not 0.0 <= value <= MAX_SETTING_MS:
@@ -53,7 +55,7 @@ class TurnTaker:
 
     A turn begins at a probability of `threshold` or more, and ends once the speaker has been silent
     for `min_silence_ms`. Silence begins below `threshold` - 0.15; between the two it stays as it
-    was. A turn of `MAX_TURN_S` is ended there.
+    was. A turn is ended before it is longer than `MAX_TURN_S`.
     """
 
     def __init__(self, settings: VadSettings) -> None:
@@ -118,7 +120,8 @@ class TurnTaker:
         else:
             self._n_silent = 0
         is_over = self._n_silent and self._n_silent * WINDOW >= self._min_silence
-        is_too_long = self._n_windows * WINDOW >= MAX_TURN_S * INPUT_SAMPLE_RATE_HZ
+        n_with_next = len(self._turn[0]) + (self._n_windows + 1) * WINDOW
+        is_too_long = n_with_next > MAX_TURN_S * INPUT_SAMPLE_RATE_HZ
         return self._end() if is_over or is_too_long else None
 
     def _end(self) -> TurnEnded:

@@ -30,6 +30,8 @@ _OPTIONS = {
     # A playlist may name other files and addresses, and FFmpeg would read them.
     "format_whitelist": "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif",
     "protocol_whitelist": "",
+    # What a picture takes is allocated before anybody can look at its size.
+    "max_pixels": str(MAX_IMAGE_PIXELS),
 }
 
 
@@ -89,6 +91,8 @@ class _Reader:
                     raise BadImage("video holds too many pictures for its length")
                 self._take(frame, at_s)
                 continue
+            # Before it is resampled: a second of a rate of 1 Hz becomes 16,000 times as much.
+            _check_length(at_s + frame.samples / max(frame.sample_rate, 1))
             for resampled in resampler.resample(frame):
                 pieces.append(resampled.to_ndarray()[0])
                 n_samples += pieces[-1].size
@@ -106,6 +110,12 @@ class _Reader:
         best = (container.streams.best("video"), container.streams.best("audio"))
         if best[0] is None:
             raise BadImage("video holds no pictures")
+        decoder = best[0].codec_context
+        if not isinstance(decoder, av.VideoCodecContext):
+            raise BadImage("video is of no kind that can be read")
+        if decoder.width * decoder.height > MAX_IMAGE_PIXELS:
+            raise BadImage(f"video is {decoder.width}x{decoder.height}, too large for a picture")
+        decoder.options = {"max_pixels": _OPTIONS["max_pixels"]}
         begin_s = (container.start_time or 0) / av.time_base
         for frame in container.decode([stream for stream in best if stream is not None]):
             # Only these two are asked for; the types know of subtitles as well.
@@ -135,13 +145,10 @@ class _Reader:
         self._seconds[second].append(upright)
 
     def _size(self, frame: av.VideoFrame) -> tuple[int, int]:
-        n_pixels = frame.width * frame.height
-        if n_pixels > MAX_IMAGE_PIXELS:
-            raise BadImage(f"video is {frame.width}x{frame.height}, too large for a picture")
         scale = min(
             1.0,
             MAX_FRAME_SIDE / max(frame.width, frame.height),
-            math.sqrt(self._max_frame_pixels / n_pixels),
+            math.sqrt(self._max_frame_pixels / (frame.width * frame.height)),
         )
         return max(int(scale * frame.width), 1), max(int(scale * frame.height), 1)
 

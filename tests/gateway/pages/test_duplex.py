@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -70,7 +71,9 @@ def test_a_preset_brings_its_prompt_and_voice_and_another_voice_may_be_chosen(
     assert scenario.of_type("prepare")[0]["system_prompt"] == "You are a pirate."
 
 
-def test_hd_asks_for_two_slices_from_then_on(open_page: OpenPage, scenario: Scenario) -> None:
+def test_a_jpeg_goes_with_each_chunk_and_hd_asks_for_two_slices_from_then_on(
+    open_page: OpenPage, scenario: Scenario
+) -> None:
     with open_page("/omni") as opened:
         opened.page.check("#camera")
         opened.page.click("#start")
@@ -80,6 +83,9 @@ def test_hd_asks_for_two_slices_from_then_on(open_page: OpenPage, scenario: Scen
 
     assert scenario.of_type("prepare")[0]["max_slice_nums"] == 1
     assert scenario.of_type("audio_chunk")[0]["max_slice_nums"] == 1
+    for chunk in scenario.of_type("audio_chunk"):
+        (frame,) = chunk["frame_base64_list"]
+        assert base64.b64decode(frame).startswith(b"\xff\xd8\xff")
 
 
 NOTE_DEVICES = """() => {
@@ -139,6 +145,31 @@ def test_a_units_stages_are_shown_at_the_pointer(open_page: OpenPage, scenario: 
         assert ", speak: model 100 ms · unit 430 ms · round trip " in detail
         assert selected == "speak"
         assert opened.complaints == []
+
+
+UNSENT_BYTES = """(n) => Object.defineProperty(
+    WebSocket.prototype, "bufferedAmount", { get: () => n, configurable: true })"""
+
+
+def test_sound_does_not_pile_up_before_a_connection_that_takes_none(
+    open_page: OpenPage, scenario: Scenario
+) -> None:
+    """W27: what could not be sent was sent later, all of it."""
+    with open_page("/omni") as opened:
+        page = opened.page
+
+        def n_dropped() -> int:
+            return int(page.text_content("#f-dropped") or 0)
+
+        page.click("#start")
+        opened.wait_until(lambda: bool(scenario.of_type("audio_chunk")))
+        page.evaluate(UNSENT_BYTES, 10_000_000)
+        opened.wait_until(lambda: n_dropped() >= 1)
+        n_sent = len(scenario.of_type("audio_chunk"))
+        opened.wait_until(lambda: n_dropped() >= 2)
+        assert len(scenario.of_type("audio_chunk")) == n_sent
+        page.evaluate(UNSENT_BYTES, 0)
+        opened.wait_until(lambda: len(scenario.of_type("audio_chunk")) > n_sent)
 
 
 def test_the_language_changes_in_mid_session(open_page: OpenPage) -> None:

@@ -6,12 +6,15 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser
 
-from tests.fakes.browser import DESKTOP, PHONE, Visit
+from tests.fakes.browser import DESKTOP, PHONE, Visit, visit
 from tests.fakes.g0_server import Scenario
 from tests.fakes.page_routes import STATUS
+from tests.fakes.page_server import gateway_alone
 
 OpenPage = Callable[..., AbstractContextManager[Visit]]
 
@@ -19,6 +22,8 @@ PAGES = ("/", "/omni", "/audio_duplex", "/half_duplex", "/turnbased")
 HAN = re.compile(r"[\u4e00-\u9fff]")
 
 WIDTH = "document.documentElement.scrollWidth"
+HEIGHTS = """[...document.querySelectorAll("button, .switch")]
+    .map((e) => e.offsetHeight).filter(Boolean)"""
 
 NAMELESS = """() => [...document.querySelectorAll(
     "button, a, input:not([hidden]), select, textarea, [role=img], [role=log], [role=listbox]"
@@ -46,6 +51,7 @@ def test_a_page_fits_names_its_controls_and_speaks_both_languages(
             summary.click()
         english = page.inner_text("main")
         widths = [page.evaluate(WIDTH)]
+        heights = page.evaluate(HEIGHTS)
         nameless = page.evaluate(NAMELESS)
         page.click("[data-language-switch]")
         widths.append(page.evaluate(WIDTH))
@@ -55,6 +61,8 @@ def test_a_page_fits_names_its_controls_and_speaks_both_languages(
 
         assert max(widths) <= PHONE["width"]
         assert on_desktop <= DESKTOP["width"]
+        # What a finger can hit.
+        assert min(heights) >= 44
         assert nameless == []
         assert not HAN.search(english)
         assert left == []
@@ -67,14 +75,14 @@ def test_every_text_exists_in_both_languages(open_page: OpenPage) -> None:
     with open_page("/") as opened:
         keys = opened.page.evaluate(
             """async () => {
-                const names = ["common", "duplex", "half-duplex", "chat", "home"];
+                const names = ["common", "duplex", "half-duplex", "chat", "home", "admin", "session"];
                 const found = await Promise.all(names.map((n) => import(`/static/texts-${n}.js`)));
                 return found.flatMap((module) => Object.values(module))
                     .map(({ en, zh }) => [Object.entries(en), Object.entries(zh)]);
             }"""
         )
 
-    assert len(keys) == 5
+    assert len(keys) == 7
     for english, chinese in keys:
         values = re.compile(r"\{\w+\}")
         assert [key for key, _ in english] == [key for key, _ in chinese]
@@ -92,6 +100,19 @@ def test_the_apps_that_are_switched_on_are_offered(open_page: OpenPage, scenario
         opened.page.wait_for_url("**/omni")
 
         assert links == ["/turnbased", "/omni"]
+        assert opened.complaints == []
+
+
+def test_the_address_for_phones_leads_to_the_page_that_fits_one(
+    tmp_path: Path, browser: Browser
+) -> None:
+    with (
+        gateway_alone(tmp_path) as address,
+        visit(browser, f"{address}/mobile-omni/?lang=zh", PHONE) as opened,
+    ):
+        opened.page.wait_for_selector("#start:has-text('开始')")
+
+        assert opened.page.url == f"{address}/omni?lang=zh"
         assert opened.complaints == []
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from PIL import EpsImagePlugin, Image
 
 from gateway.recording import finish as finishing
 from gateway.recording import journal, replay
+from gateway.recording.film import open_picture
 from gateway.recording.finish import MAX_ATTEMPTS, UNREADABLE, finish
 from gateway.recording.journal import Journal
 from shared.protocol import (
@@ -248,6 +250,32 @@ def test_a_picture_that_is_none_costs_only_itself(write_log, took, gave, tone, j
 
     assert body_of(folder)["merged_replay_video"] == replay.MP4
     assert "problem" not in body_of(folder)
+
+
+@pytest.mark.parametrize("lengths_s", [[1, 1, 1, 1], [0.001] * 4, [4]])
+def test_a_replay_has_a_longest_length(write_log, took, tone, jpeg, monkeypatch, lengths_s):
+    monkeypatch.setattr(replay, "MAX_REPLAY_S", 3)
+    said = [took(i, Input(i, tone(each), [jpeg])) for i, each in enumerate(lengths_s)]
+    folder = write_log("long", "omni_duplex", said)
+
+    finish(folder)
+
+    body = body_of(folder)
+    assert len(body["chunks"]) == len(lengths_s)
+    assert body["problem"].startswith("merged replay: longer than")
+    assert "merged_replay" not in body
+    assert [p.name for p in folder.iterdir() if "replay" in p.name] == []
+
+
+def test_a_picture_of_another_kind_is_not_opened(tmp_path, monkeypatch):
+    # Pillow would give it to a PostScript interpreter.
+    path = tmp_path / "000.bin"
+    Image.new("RGB", (8, 8)).save(path, "EPS")
+    opened = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_: opened.append(1))
+
+    assert open_picture(path) is None
+    assert opened == []
 
 
 def test_a_film_that_cannot_be_made_leaves_the_sound(write_log, duplex, monkeypatch):

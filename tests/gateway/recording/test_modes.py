@@ -128,3 +128,28 @@ async def test_chat(serve, until, config, is_http):
     (turn,) = body["turns"]
     assert (turn["input"]["text"], turn["output"]["text"]) == ("Hi", "".join(WORDS))
     assert len(names) == 2
+
+
+async def test_an_id_that_is_used_again_and_a_second_prepare_lose_no_recording(
+    serve, talker, until, config
+):
+    """W30: the client's id was that of the recording, and a second prompt began it anew."""
+    recorded = []
+    async with ScriptedWorker() as worker, serve([worker], config) as running:
+        for n_prompts in (2, 1):
+            async with running.dial_path("/ws/half_duplex/hdx_same") as socket:
+                client = talker(socket)
+                for _ in range(n_prompts):
+                    prepared = await client.prepare()
+                    recorded.append(prepared["recording_session_id"])
+                    await client.chunk(audio_base64=LOUD)
+                    await client.hear_kind("turn_done")
+                await client.say("stop")
+                await client.closed()
+        first, again, second = recorded
+        n_turns = [
+            len((await finished(running, until, each))[1]["turns"]) for each in (first, second)
+        ]
+
+    assert first == again != second
+    assert n_turns == [2, 1]

@@ -206,8 +206,61 @@ async def test_a_full_disk_stops_one_recording_and_says_so_once(
     assert len(list(records(store.find(after.recording_id)))) == 2
 
 
+async def test_a_disk_that_refuses_the_begin_is_left_without_a_trace(
+    recorder, writer, store, until, monkeypatch
+):
+    def refuse(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer.start()
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.recording.store.os.fsync", refuse)
+        begin(recorder)
+        await until(lambda: writer.n_stopped["disk"])
+
+    assert list(store.root.iterdir()) == []
+
+
+async def test_a_disk_that_refuses_at_the_very_end_costs_one_recording(
+    recorder, writer, closed, records, until, monkeypatch
+):
+    def refuse(log):
+        close(log)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    close = Journal.close
+    writer.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "close", refuse)
+        begin(recorder).end("stopped")
+        await until(lambda: writer.n_stopped["disk"])
+    after = begin(recorder)
+    after.end("stopped")
+    await until(lambda: len(closed) == 2)
+
+    assert [folder.name for folder in closed][1] == after.recording_id
+    assert [record.reason for record in records(closed[0])] == ["stopped"]
+
+
+async def test_a_message_for_which_there_is_no_memory_costs_one_recording(
+    recorder, writer, closed, until, monkeypatch
+):
+    def refuse(_):
+        raise MemoryError
+
+    writer.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "encode", refuse)
+        begin(recorder).took(CHUNK, 0.0)
+        await until(lambda: writer.n_stopped["disk"])
+    after = begin(recorder)
+    after.end("stopped")
+
+    await until(lambda: any(f.name == after.recording_id for f in closed))
+
+
 async def test_a_configuration_that_json_cannot_hold_costs_one_recording(
-    recorder, writer, closed, until
+    recorder, writer, closed, store, until
 ):
     writer.start()
     recorder.begin("a", "chat", 0, {"x": object()})
@@ -216,6 +269,7 @@ async def test_a_configuration_that_json_cannot_hold_costs_one_recording(
 
     await until(lambda: closed)
     assert [folder.name for folder in closed] == [good.recording_id]
+    assert list(store.root.iterdir()) == closed
 
 
 async def test_the_end_of_the_gateway_waits_for_what_is_queued(recorder, writer, store, records):

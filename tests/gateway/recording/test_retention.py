@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from gateway.recording import journal, retention
 from gateway.recording.journal import Journal
+from gateway.recording.store import write_json
 from shared.config import RecordingConfig
 from shared.errors import RecordingInUse
 
@@ -113,14 +116,24 @@ def test_dates_of_the_reference_without_zone_are_understood(store):
 
 def test_what_an_interrupted_removal_has_left_is_swept(store, make):
     folder = make("kept", 1)
-    (folder / ".upload-1").write_bytes(b"x")
+    for name in (".upload-1", ".meta.json-1"):
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (0, 0))
+    (folder / ".upload-2").write_bytes(b"somebody is at it")
+    (folder / ".attempts").write_bytes(b".")
+    os.utime(folder / ".attempts", (0, 0))
     (store.root / ".deleting-x").mkdir()
     (store.root / ".deleting-x" / "file").write_bytes(b"x")
 
     store.sweep()
 
     assert [p.name for p in store.root.iterdir()] == ["kept"]
-    assert sorted(p.name for p in folder.iterdir()) == ["meta.json", "recording.json"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        ".attempts",
+        ".upload-2",
+        "meta.json",
+        "recording.json",
+    ]
 
 
 def test_the_list_has_the_newest_first_and_follows_changes(store, make):
@@ -134,6 +147,36 @@ def test_the_list_has_the_newest_first_and_follows_changes(store, make):
     assert store.summaries()[0].n_bytes == before + 1000
     store.delete("newer")
     assert [s.recording_id for s in store.summaries()] == ["older"]
+
+
+def test_two_may_ask_for_the_list_at_the_same_time(store, make, monkeypatch):
+    make("a", 1)
+    store.summaries()
+
+    class Overtaken(dict):
+        """Another thread has made its list between two looks at this one."""
+
+        def __contains__(self, name):
+            store._summaries = {}
+            return super().__contains__(name)
+
+    store._summaries = Overtaken(store._summaries)
+
+    assert [s.recording_id for s in store.summaries()] == ["a"]
+
+
+def test_a_process_that_is_told_to_end_leaves_no_half_of_a_file(store, make, monkeypatch):
+    def end(_):
+        sys.exit(1)
+
+    folder = make("a", 1)
+    before = sorted(p.name for p in folder.iterdir())
+    monkeypatch.setattr("gateway.recording.store.os.fsync", end)
+
+    with pytest.raises(SystemExit):
+        write_json(folder / "meta.json", {})
+
+    assert sorted(p.name for p in folder.iterdir()) == before
 
 
 def test_there_may_be_no_folder_at_all(store):

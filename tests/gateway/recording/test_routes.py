@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import io
 import json
@@ -17,6 +18,7 @@ from gateway.clock import Clock
 from gateway.recording import archive, upload
 from gateway.recording.journal import Journal
 from gateway.recording.service import Recordings
+from gateway.uploads import Uploads
 from shared.config import Config, RecordingConfig, SecurityConfig, ServiceConfig
 from shared.errors import BadMessage
 
@@ -180,6 +182,17 @@ class TestDownload:
         assert peak < 8 * 2**20
 
 
+async def test_a_recording_that_the_disk_keeps_is_a_507(client, folder, monkeypatch):
+    def refuse(_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("gateway.recording.store.shutil.rmtree", refuse)
+    async with client() as http:
+        response = await http.delete(f"/api/recordings/{ID}")
+
+    assert (response.status_code, response.json()["slug"]) == (507, "no_storage")
+
+
 class TestUpload:
     @pytest.mark.parametrize(
         ("kind", "name"),
@@ -250,6 +263,29 @@ class TestUpload:
 
         assert (response.status_code, response.json()["slug"]) == (422, "bad_message")
         assert {p.name for p in folder.iterdir()} == {"meta.json", "recording.json", "user_audio"}
+
+    async def test_few_are_received_at_the_same_time(self, client, folder):
+        is_first_there, may_go_on = asyncio.Event(), asyncio.Event()
+
+        async def body():
+            yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n'
+            yield b"Content-Type: video/webm\r\n\r\nvideo"
+            is_first_there.set()
+            await may_go_on.wait()
+            yield b"\r\n--b--\r\n"
+
+        headers = {"content-type": "multipart/form-data; boundary=b"}
+        async with client() as http:
+            http._transport.app.state.gateway.recordings.uploads = Uploads(1)
+            first = asyncio.create_task(http.post(UPLOAD, content=body(), headers=headers))
+            await is_first_there.wait()
+            second = await http.post(UPLOAD, **form())
+            may_go_on.set()
+            done = await first
+            third = await http.post(UPLOAD, **form())
+
+        assert (second.status_code, second.json()["slug"]) == (503, "too_many_connections")
+        assert (done.status_code, third.status_code) == (200, 200)
 
     async def test_a_full_disk_is_told(self, client, folder, monkeypatch):
         def refuse(*_):

@@ -139,6 +139,64 @@ async def test_a_process_that_hangs_is_ended(start, write_log, until, monkeypatc
     assert (folder / "meta.json").exists()
 
 
+class Hanging:
+    """A finishing process that does nothing until a signal ends it."""
+
+    def __init__(self):
+        self.signals = []
+        self.returncode = None
+        self._ended = asyncio.Event()
+
+    async def wait(self):
+        await self._ended.wait()
+        return self.returncode
+
+    def kill(self):
+        self._end(signal.SIGKILL)
+
+    def terminate(self):
+        self._end(signal.SIGTERM)
+
+    def _end(self, number):
+        self.signals.append(number)
+        self.returncode = -number
+        self._ended.set()
+
+
+async def test_a_process_that_hangs_cannot_take_its_attempt_back(
+    start, write_log, until, monkeypatch
+):
+    write_log("a", "chat", [])
+    processes = []
+
+    async def run(*_, **__):
+        processes.append(Hanging())
+        return processes[-1]
+
+    monkeypatch.setattr(service, "FINISH_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(service.asyncio, "create_subprocess_exec", run)
+    recordings = start()
+    await until(lambda: len(processes) == 2)
+    await recordings.stop()
+
+    assert processes[0].signals == [signal.SIGKILL]
+
+
+async def test_processes_that_fail_before_their_first_log_come_to_an_end(
+    start, write_log, until, monkeypatch, caplog
+):
+    first, second = write_log("a", "chat", []), write_log("b", "chat", [])
+    script = Scripted(None, [1] * 100)
+    monkeypatch.setattr(service.asyncio, "create_subprocess_exec", script)
+    recordings = start()
+    await until(lambda: "until the next start recording=b" in caplog.text)
+    await recordings.stop()
+
+    assert script.runs == [["a", "b"]] * 6 + [["b"]] * 6
+    assert recordings.n_unfinished == 0
+    assert recordings.store.unfinished() == [first, second]
+
+
 async def test_old_recordings_are_removed_a_while_after_the_start(
     start, write_log, until, monkeypatch
 ):

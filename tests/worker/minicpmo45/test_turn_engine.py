@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,21 @@ def test_a_chat_answer_with_everything_in_the_question(bench):
     assert sounds
     assert sounds[0] == 24_000
     assert min(answer.timings.prefill_ms, answer.timings.vocode_ms, answer.timings.listen_ms) > 0
+
+
+def test_pictures_are_gone_once_they_have_been_seen(bench):
+    """They count against what other sessions may send, and an answer takes its time."""
+    pixels = picture(1)
+    seen = weakref.ref(pixels)
+    task = bench.spawn(CHAT, ask(bench.model, CHAT, Picture(pixels), "what"))
+    del pixels
+
+    bench.until(lambda: bench.said[CHAT])
+
+    assert bench.said[CHAT][0].n_input_tokens > 0
+    assert seen() is None
+    bench.until(lambda: task.done)
+    assert task.error is None
 
 
 def test_a_voice_that_cannot_be_encoded_is_refused_in_chat(bench):

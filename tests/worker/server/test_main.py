@@ -259,11 +259,13 @@ async def test_a_report_that_cannot_be_written_is_told(tmp_path, caplog):
 async def test_what_the_start_has_made_is_out_of_the_collectors_way_after_the_warm_up(monkeypatch):
     done = []
 
-    async def rehearse(*_):
-        done.append("rehearse")
+    for name in ("rehearse", "rehearse_answers"):
 
-    monkeypatch.setattr(command_line, "rehearse", rehearse)
+        async def play(*_, name=name):
+            done.append(name)
+
+        monkeypatch.setattr(command_line, name, play)
     monkeypatch.setattr(command_line.gc, "collect", lambda: done.append("collect"))
     monkeypatch.setattr(command_line.gc, "freeze", lambda: done.append("freeze"))
     await command_line._warm_up([], host=None, progress=None)
-    assert done == ["rehearse", "collect", "freeze"]
+    assert done == ["rehearse", "rehearse_answers", "collect", "freeze"]

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from shared.audio import samples_to_f32
+from shared.errors import EngineFault
 from shared.protocol import (
     Answered,
     Ask,
@@ -326,6 +327,17 @@ async def test_a_lost_device_ends_it_as_every_session(make):
     failure = await client.until(Failure)
 
     assert (failure.slug, failure.close_code) == ("engine_fault", 1011)
+    assert await client.code() == 1011
+
+
+async def test_a_device_that_is_lost_before_the_session_knows_of_it_is_no_failed_question(stage):
+    """The engine refuses programs at once, the event loop hears of the fault a moment later."""
+    stage.host.engine._on_fault = None
+    stage.host.engine.fail(EngineFault("the device is gone"))
+    client = stage.chat()
+    client.send(ask("hello"))
+
+    assert (await client.until(Failure)).close_code == 1011
     assert await client.code() == 1011
 
 

@@ -25,6 +25,7 @@ from worker.sessions.rehearsal import (
     RehearsalFailed,
     inputs_of,
     rehearse,
+    rehearse_answers,
     synthetic_clip,
     warm_up_inputs,
 )
@@ -134,6 +135,55 @@ async def test_clients_limits_do_not_end_a_rehearsal():
     results, _ = await play(FakeDuplexModel(), LOUD, limits=limits)
 
     assert len(results) == 1
+
+
+# ---- a chat request and a turn
+
+
+async def answer(model, inputs, limits=None):
+    stage = Stage(model, limits=limits)
+    try:
+        await rehearse_answers(inputs, stage.host, lambda share, note: None)
+    finally:
+        await stage.close()
+    assert stage.host.slots.n_free == 2
+
+
+async def test_a_chat_request_and_a_turn_are_answered_once():
+    model = FakeDuplexModel()
+    limits = SessionLimits(idle_timeout_s=1e-6, ask_timeout_s=1e-6, max_session_s=1e-6)
+    await answer(model, inputs_of(synthetic_clip()), limits)
+
+    chat, turns = model.states
+    (question,) = chat.questions
+    picture, sound, _ = question.messages[0].parts
+    assert picture.pixels.shape == (480, 640, 3)
+    assert np.abs(sound.samples).max() > 0.1
+    assert not question.speaks
+    assert len(turns.turns) == 1
+    assert ("hear", 1) in model.batches
+    assert model.named("end") == [("end", 0)] * 2
+
+
+@pytest.mark.parametrize("inputs", [[], [chunk(0, SILENT)], [chunk(0, np.ones(48_000))]])
+async def test_whatever_is_played_there_is_one_turn(inputs):
+    model = FakeDuplexModel()
+    await answer(model, inputs)
+
+    assert len(model.states[1].turns) == 1
+
+
+@pytest.mark.parametrize("kind", ["chat", "turn", "prepare_turns", "detect_speech"])
+async def test_what_fails_fails_the_rehearsal(monkeypatch, kind):
+    model = FakeDuplexModel()
+
+    def fails(*_):
+        yield from ()
+        raise ValueError("broken")
+
+    monkeypatch.setattr(model, kind, fails)
+    with pytest.raises(RehearsalFailed, match="failed in the model"):
+        await answer(model, [chunk(0, SILENT)])
 
 
 # ---- what is played

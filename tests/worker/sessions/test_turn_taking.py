@@ -94,6 +94,14 @@ def test_a_turn_without_end_is_cut(monkeypatch):
     assert told(hear([0.9] * 5)) == ["began", [0, 1, 2, 3]]
 
 
+def test_a_turn_that_is_cut_is_no_longer_than_the_limit_with_its_padding():
+    """One sample more would be a clip of its own to a model that hears 30 s at once."""
+    settings = VadSettings(0.7, 0.0, WINDOW_MS, speech_pad_ms=1000.0)
+    (_, ended) = hear([*[0] * 40, *[0.9] * 940], settings)
+
+    assert 30 * 16_000 - WINDOW < len(ended.samples) <= 30 * 16_000
+
+
 def test_a_turn_ends_although_no_silence_is_asked_for():
     settings = VadSettings(0.7, 0.0, min_silence_ms=0.0, speech_pad_ms=0.0)
 
@@ -128,6 +136,8 @@ def test_pieces_of_any_length_give_the_same_turn(sizes):
     "settings",
     [
         VadSettings(threshold=0.0),
+        # Nothing is below 0: no silence would end a turn.
+        VadSettings(threshold=0.15),
         VadSettings(threshold=float("nan")),
         VadSettings(threshold=1.1),
         VadSettings(min_speech_ms=-1.0),

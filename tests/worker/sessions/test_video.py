@@ -155,6 +155,69 @@ def test_a_long_film_that_says_it_is_short_is_refused(monkeypatch):
         decode(data)
 
 
+def with_sound(n_samples: int, rate: int) -> bytes:
+    """A film of half a second that says so, with one block of sound."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="avi") as container:
+        picture = container.add_stream("mpeg4", rate=10)
+        picture.width, picture.height, picture.pix_fmt = 64, 32, "yuv420p"
+        sound = container.add_stream("pcm_u8", rate=rate, layout="mono")
+        for _ in range(5):
+            frame = av.VideoFrame.from_ndarray(np.zeros((32, 64, 3), np.uint8), format="rgb24")
+            container.mux(picture.encode(frame))
+        container.mux(picture.encode(None))
+        block = av.AudioFrame.from_ndarray(np.full((1, n_samples), 128, np.uint8), "u8", "mono")
+        block.sample_rate = rate
+        container.mux(sound.encode(block))
+        container.mux(sound.encode(None))
+    return out.getvalue()
+
+
+def test_a_little_sound_that_would_last_for_hours_is_not_resampled(monkeypatch):
+    """20 kB would become 1.3 GB, 1 MB would be the end of the worker."""
+
+    class Resampler:
+        def __init__(self, **_):
+            pass
+
+        def resample(self, frame):
+            raise AssertionError("it takes the memory")
+
+    monkeypatch.setattr(av, "AudioResampler", Resampler)
+
+    with pytest.raises(BadImage, match="at most 60 s"):
+        decode(with_sound(20_000, 1))
+
+
+def image_film(side: int) -> bytes:
+    """One PNG picture, whose size the decoder alone finds out."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="avi") as container:
+        stream = container.add_stream("png", rate=10)
+        stream.width, stream.height, stream.pix_fmt = side, side, "gray"
+        picture = np.zeros((side, side), np.uint8)
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="gray")))
+        container.mux(stream.encode(None))
+    return out.getvalue()
+
+
+def test_a_picture_beyond_the_limit_is_refused_before_there_is_room_for_it(monkeypatch):
+    """A few hundred kB of PNG hold 256 megapixels."""
+    taken = []
+    monkeypatch.setattr(video._Reader, "_take", lambda *_: taken.append(1))
+
+    with pytest.raises(BadImage):
+        decode(image_film(8000))
+    assert taken == []
+
+
+def test_a_size_that_the_file_tells_is_told(monkeypatch):
+    monkeypatch.setattr(video, "MAX_IMAGE_PIXELS", 1000)
+
+    with pytest.raises(BadImage, match="64x32, too large"):
+        decode(film(0.5))
+
+
 @pytest.mark.parametrize("data", [b"", b"no film", bytes(1000), sound_only()])
 def test_other_files_are_refused(data):
     with pytest.raises(BadImage, match="video"):

@@ -2,7 +2,7 @@
 
 Two kinds of program share one `Conversation`: the *unit program* here runs once a second,
 detects speech, decides who has the floor and hands out at most one second of what there is to
-say; the *answer program* (`answer.py`) runs beside it for one turn and makes that.
+say; the *answer program* (`live_answer.py`) runs beside it for one turn and makes that.
 
 An answer is begun in the first silence after speech (`EARLY_SILENCE_S`), before it is certain that
 the user has finished. Until it becomes audible it can be withdrawn without a trace: the user goes

@@ -1,7 +1,7 @@
 """What the cascade hears: transcription (Whisper tiny.en).
 
-A transcription is a program of many small ops (encoder block by
-encoder block, then token by token), so that other sessions get their turns in between.
+A transcription is a program of many small ops (encoder block by encoder block, then token by
+token), so that other sessions get their turns in between.
 """
 
 from __future__ import annotations

@@ -78,9 +78,10 @@ def prepare(model: CascadeModel, state: Turns, prompt: TurnPrompt) -> Program:
 
 def detect_speech(state: Turns, samples: NDArray[np.float32]) -> Program:
     """Return the probability of speech of each whole window; what is left over waits."""
-    # As of a live unit: it takes 3 ms and decides what all others are worth.
+    # It takes 3 ms a second and decides what all others are worth. Not before what is late, as a
+    # live unit's: sound that comes much faster than it was spoken would hold up everybody.
     request = DetectRequest(state.vad, samples)
-    probabilities, state.vad = yield Op(DETECT_SPEECH, request, deadline=0.0)
+    probabilities, state.vad = yield Op(DETECT_SPEECH, request, deadline=state.clock())
     return probabilities
 
 

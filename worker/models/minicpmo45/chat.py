@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -153,8 +153,12 @@ def chat(model: MiniCpmO45, state: ChatState, request: ChatRequest) -> Program:
     if request.speech is not None:
         state.voice = yield from model.learn_voice(request.speech.voice, DEADLINE)
     pieces = yield from embed(model, layout, options, DEADLINE)
+    n_input = layout.n_rows
+    # The answer takes its time, and nobody needs the pictures any more.
+    request = replace(request, messages=())
+    del layout
 
-    written = yield from _write(model, state, request, pieces, layout.n_rows)
+    written = yield from _write(model, state, request, pieces, n_input)
     audio = NO_SAMPLES
     if request.speech is not None and written.states:
         audio = yield from _read_out(model, state, request, request.speech, written)
@@ -162,7 +166,7 @@ def chat(model: MiniCpmO45, state: ChatState, request: ChatRequest) -> Program:
         text=answer_text(model.tokenizer, written.ids, model.compat.answer_strips_character_set),
         audio=audio,
         prompt=text,
-        n_input_tokens=layout.n_rows,
+        n_input_tokens=n_input,
         token_ids=tuple(written.ids),
         was_cut=not written.has_ended,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -66,7 +67,10 @@ BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
 def answer(model: MiniCpmO45, state: ChatState, question: ChatQuestion) -> Program:
     """Answer a chat request: see `TurnModel.chat`."""
     costs = OpCosts(model.clock)
-    given: Answer = yield from costs.of(chat(model, state, _request(question)))
+    program = chat(model, state, _request(question))
+    # The pictures are held by nobody else: they go when they have been seen.
+    question = replace(question, messages=())
+    given: Answer = yield from costs.of(program)
     return WholeAnswer(
         text=given.text,
         n_input_tokens=given.n_input_tokens,

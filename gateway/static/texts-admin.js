@@ -1,8 +1,6 @@
-// English and Chinese texts of the administration page.
+// Texts of the administration page.
 
-import { register } from "./i18n.js";
-
-register({
+export const ADMIN = {
   en: {
     "admin.title": "Administration",
     "admin.tools": "Page",
@@ -185,4 +183,4 @@ register({
     "admin.ema_alpha": "最新会话的权重",
     "admin.learned": "由 {n} 个会话得出：{s} 秒",
   },
-});
+};

@@ -1,8 +1,6 @@
-// English and Chinese texts of the recording's viewer.
+// Texts of the recording's viewer.
 
-import { register } from "./i18n.js";
-
-register({
+export const SESSION = {
   en: {
     "session.title": "Recording",
     "session.tools": "Page",
@@ -89,4 +87,4 @@ register({
     "session.kind_audio_duplex": "全双工语音",
     "session.kind_omni_duplex": "全双工音视频",
   },
-});
+};

@@ -1,0 +1,35 @@
+"""A bound on the files that are being received: each holds memory, or disk, for up to a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shared.errors import TooManyConnections
+
+
+class Uploads:
+    """The uploads of one kind.
+
+    Args:
+        most: how many may be under way at the same time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._n_running = 0
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Hold the right to receive one file.
+
+        Raises:
+            TooManyConnections: as many as may are under way.
+        """
+        if self._n_running >= self._most:
+            raise TooManyConnections("Other files are being uploaded; try again")
+        self._n_running += 1
+        try:
+            yield
+        finally:
+            self._n_running -= 1
