@@ -17,7 +17,7 @@ from gateway.inbox import n_bytes_of
 from gateway.offload import LargeFrames
 from gateway.pool import Lease
 from shared.errors import BadMessage, NoFreeSlot, NoWorker, WorkerLost
-from shared.limits import MAX_FRAME_BYTES, WS_PING_INTERVAL_S, WS_PING_TIMEOUT_S
+from shared.limits import LARGE_FRAME_BYTES, MAX_FRAME_BYTES, WS_PING_INTERVAL_S, WS_PING_TIMEOUT_S
 from shared.protocol import (
     SESSION_PATH,
     SUBPROTOCOL,
@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 5.0
 CLEANUP_TIMEOUT_S = 15.0
 """From `Stop` to `Closed`; a worker that needs longer is not trusted until its next report."""
+
+PIECE_BYTES = 256 * 1024
+"""Of a large message: to mask and write it in one go would hold the event loop for its length."""
 
 CLOSE_TIMEOUT_S = 2.0
 CLOSE_NORMAL = 1000
@@ -68,6 +71,17 @@ class Background:
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
+
+
+async def _in_pieces(connection: ClientConnection, frame: bytes) -> None:
+    """Send a message as many frames. Cancelled, it leaves the rest to a task of its own: `Stop` can
+    only be said behind the last one."""
+    view = memoryview(frame)
+    pieces = (view[i : i + PIECE_BYTES] for i in range(0, len(view), PIECE_BYTES))
+    sending = asyncio.ensure_future(connection.send(pieces))
+    # If nobody waits any more, nobody asks how it ended either.
+    sending.add_done_callback(lambda task: task.cancelled() or task.exception())
+    await asyncio.shield(sending)
 
 
 class WorkerLink:
@@ -138,9 +152,14 @@ class WorkerLink:
         """Raises WorkerLost when the connection has ended."""
         assert self._connection is not None
         self._is_ending |= isinstance(command, Stop)
+        n_bytes = n_bytes_of(command)
         try:
-            async with self._large.sending(n_bytes_of(command)):
+            if n_bytes <= LARGE_FRAME_BYTES:
                 await self._connection.send(encode(command))
+            else:
+                async with self._large.sending(n_bytes):
+                    frame = await self._large.run(n_bytes, encode, command)
+                    await _in_pieces(self._connection, frame)
         except ConnectionClosed as error:
             self._is_broken = True
             raise WorkerLost("The connection to the worker was lost") from error

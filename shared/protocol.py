@@ -165,7 +165,7 @@ class VadSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """When a turn of the user begins and ends; the defaults are the reference's."""
 
     threshold: float = 0.7
-    """Probability of speech that begins a turn; 0.15 less keeps it going."""
+    """Probability of speech that begins a turn, above 0.15; 0.15 less keeps it going."""
     min_speech_ms: float = 128.0
     """Shorter turns are dropped."""
     min_silence_ms: float = 500.0

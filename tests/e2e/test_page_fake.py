@@ -56,27 +56,6 @@ def figure(opened: Visit, name: str) -> str:
     return opened.page.inner_text(f"#f-{name}")
 
 
-def test_a_spoken_question_is_answered_aloud_with_captions_of_both_sides(
-    open_page: Visit, scenario: Scenario
-) -> None:
-    page = open_page.page
-    page.click(".settings summary")
-    page.fill("#prompt", "Be brief.")
-
-    page.click("#start")
-    open_page.wait_for_state("speaking")
-    open_page.wait_until(lambda: "on the Seine." in page.inner_text("#captions"))
-    open_page.wait_for_state("listening")
-
-    assert page.inner_text(".bubble.you") == "What is the capital of France?"
-    assert page.inner_text(".bubble.assistant").startswith("The capital of France is Paris")
-    assert figure(open_page, "underruns") == "0"
-    assert figure(open_page, "median").endswith(" ms")
-    assert page.locator("#timeline li.speak").count() == scenario.answer_units
-    assert scenario.of_type("prepare")[0]["system_prompt"] == "Be brief."
-    assert open_page.complaints == []
-
-
 def test_an_interrupted_result_drops_what_was_not_played(
     open_page: Visit, scenario: Scenario
 ) -> None:
@@ -269,8 +248,6 @@ def test_a_voice_sample_is_sent_as_16_khz_and_its_refusal_is_named(
     voice = base64.b64decode(prepare["ref_audio_base64"])
     n_expected = QUESTION.stat().st_size // 2
     assert abs(len(voice) // 4 - n_expected) < 100
-    # Without a camera there is nothing to be said about pictures.
-    assert "max_slice_nums" not in prepare
     assert open_page.page.inner_text("#note") == (
         "This server does not use: ref_audio_base64, the camera's details."
     )

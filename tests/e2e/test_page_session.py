@@ -184,6 +184,12 @@ def pieces(page: Page) -> list[str]:
     return [" ".join(text.split()) for text in page.locator("#pieces li").all_inner_texts()]
 
 
+def clips(answers: Answers) -> list[str]:
+    """Names of the sounds in the order in which they were first asked for."""
+    paths = [path for path, _ in answers.asked if path.endswith(".wav")]
+    return [path.rpartition("/")[2] for path in dict.fromkeys(paths)]
+
+
 NOTE_CAPTIONS = """() => {
   const caption = document.querySelector("#caption");
   window.captions = [caption.textContent];
@@ -344,12 +350,8 @@ def test_without_a_replay_the_clips_are_played_one_after_the_other(
         page.locator("#pieces button").nth(1).click()
 
         wait_for_captions(page, "Assistant: A cat.", "Assistant: Yes.")
-        played = [path for path, _ in answers.asked if path.endswith(".wav")]
-        assert [path.rpartition("/")[2] for path in dict.fromkeys(played)][-3:] == [
-            "turn_0.wav",
-            "001.wav",
-            "turn_1.wav",
-        ]
+        # The caption changes a moment before the browser asks for the clip.
+        opened.wait_until(lambda: clips(answers)[-3:] == ["turn_0.wav", "001.wav", "turn_1.wav"])
         assert opened.complaints == []
 
 

@@ -15,14 +15,19 @@ from tests.fakes.page_routes import PRESET_VOICE, UPLOADED_VOICE
 OpenPage = Callable[..., AbstractContextManager[Visit]]
 
 
-def test_a_whole_conversation_in_chinese_on_a_phone(
+def test_a_spoken_question_is_answered_aloud_on_a_phone_whose_language_changes_in_mid_session(
     open_page: OpenPage, scenario: Scenario
 ) -> None:
     scenario.recording = "20260101_000000_omni_x_abc"
 
-    with open_page("/audio_duplex?lang=zh", PHONE) as opened:
+    with open_page("/audio_duplex?lang=en", PHONE) as opened:
         page = opened.page
+        page.click(".settings summary")
+        page.fill("#prompt", "Be brief.")
         page.click("#start")
+        opened.wait_for_state("listening")
+        page.click("[data-language-switch]")
+        switched = page.inner_text("#state")
         opened.wait_for_state("speaking")
         opened.wait_until(lambda: "on the Seine." in page.inner_text("#captions"))
         opened.wait_for_state("listening")
@@ -30,6 +35,12 @@ def test_a_whole_conversation_in_chinese_on_a_phone(
         page.focus("#timeline")
         page.keyboard.press("Home")
         first = page.inner_text("#unit-detail")
+        page.hover("#timeline li.speak >> nth=0")
+        spoken = page.inner_text("#unit-detail")
+        selected = page.get_attribute("#timeline li[aria-selected=true]", "class")
+        n_spoken = page.locator("#timeline li.speak").count()
+        underruns, median = page.inner_text("#f-underruns"), page.inner_text("#f-median")
+        said = page.locator(".bubble").all_inner_texts()
         page.click("#stop")
         opened.wait_for_state("ended")
         link = page.get_attribute("#recording-link", "href")
@@ -38,7 +49,14 @@ def test_a_whole_conversation_in_chinese_on_a_phone(
         page.click(".home")
         page.wait_for_selector("#recordings a")
 
+        assert switched in ("正在聆听", "正在说话")
+        assert said[0] == "What is the capital of France?"
+        assert said[1].startswith("The capital of France is Paris")
+        assert (underruns, n_spoken) == ("0", scenario.answer_units)
+        assert median.endswith(" ms")
         assert first.startswith("第 1 个单元，聆听：模型 100 ms · 单元 120 ms · 往返 ")
+        assert "，说话：模型 100 ms · 单元 430 ms · 往返 " in spoken
+        assert selected == "speak"
         assert link.endswith("/s/20260101_000000_omni_x_abc")
         assert page.eval_on_selector("#recordings a", "a => a.href") == link
         assert page.inner_text("#recordings").startswith("全双工语音, ")
@@ -46,6 +64,10 @@ def test_a_whole_conversation_in_chinese_on_a_phone(
         assert is_without_camera
         assert opened.complaints == []
     assert scenario.session_ids[0].startswith("adx_")
+    (prepare,) = scenario.of_type("prepare")
+    assert prepare["system_prompt"] == "Be brief."
+    # Without a camera there is nothing to be said about pictures.
+    assert "max_slice_nums" not in prepare
     assert not any("frame_base64_list" in chunk for chunk in scenario.of_type("audio_chunk"))
 
 
@@ -98,7 +120,9 @@ NOTE_DEVICES = """() => {
 }"""
 
 
-def test_the_chosen_microphone_and_camera_are_used_and_remembered(open_page: OpenPage) -> None:
+def test_the_chosen_devices_are_used_and_remembered_until_they_are_gone(
+    open_page: OpenPage,
+) -> None:
     choices = "id => [...document.getElementById(id).options].map((o) => o.value)"
     with open_page("/omni") as opened:
         page = opened.page
@@ -115,36 +139,17 @@ def test_the_chosen_microphone_and_camera_are_used_and_remembered(open_page: Ope
         page.click("#start")
         opened.wait_for_state("listening")
         asked = page.evaluate("asked")
-
-    ids = [(media.get("audio") or media["video"])["deviceId"]["exact"] for media in asked]
-    assert ids == [camera, microphone]
-
-
-def test_a_device_that_is_gone_is_said(open_page: OpenPage) -> None:
-    with open_page("/omni") as opened:
-        page = opened.page
-        page.wait_for_function("document.getElementById('microphone').options.length > 1")
+        page.click("#stop")
         page.evaluate(
             "document.getElementById('microphone').append(new Option('Gone', 'gone', true, true))"
         )
         page.click("#start")
         opened.wait_for_state("failed")
+        problem = page.inner_text("#problem")
 
-        assert "no longer there" in page.inner_text("#problem")
-
-
-def test_a_units_stages_are_shown_at_the_pointer(open_page: OpenPage, scenario: Scenario) -> None:
-    with open_page("/omni") as opened:
-        page = opened.page
-        page.click("#start")
-        page.wait_for_selector("#timeline li.speak")
-        page.hover("#timeline li.speak >> nth=0")
-        detail = page.inner_text("#unit-detail")
-        selected = page.get_attribute("#timeline li[aria-selected=true]", "class")
-
-        assert ", speak: model 100 ms · unit 430 ms · round trip " in detail
-        assert selected == "speak"
-        assert opened.complaints == []
+    ids = [(media.get("audio") or media["video"])["deviceId"]["exact"] for media in asked]
+    assert ids == [camera, microphone]
+    assert "no longer there" in problem
 
 
 UNSENT_BYTES = """(n) => Object.defineProperty(
@@ -170,17 +175,6 @@ def test_sound_does_not_pile_up_before_a_connection_that_takes_none(
         assert len(scenario.of_type("audio_chunk")) == n_sent
         page.evaluate(UNSENT_BYTES, 0)
         opened.wait_until(lambda: len(scenario.of_type("audio_chunk")) > n_sent)
-
-
-def test_the_language_changes_in_mid_session(open_page: OpenPage) -> None:
-    with open_page("/omni?lang=en") as opened:
-        page = opened.page
-        page.click("#start")
-        opened.wait_for_state("listening")
-        page.click("[data-language-switch]")
-
-        assert page.inner_text("#state") in ("正在聆听", "正在说话")
-        assert page.inner_text("#pause") == "暂停"
 
 
 CAPTURE_48K = """async () => {
