@@ -21,7 +21,9 @@ from gateway.security import network_of
 from shared.errors import BadRequest, HeadTooLarge, OmniError
 from shared.limits import (
     MAX_IDLE_CONNECTIONS,
+    MAX_RECORDING_BODY_BYTES,
     MAX_REQUEST_HEAD_BYTES,
+    MIN_BODY_BYTES_PER_S,
     REQUEST_BODY_TIMEOUT_S,
     REQUEST_HEAD_TIMEOUT_S,
 )
@@ -211,11 +213,17 @@ class HttpConnection(HttpToolsProtocol):
             self._deadline = None
         limit_s = {
             Wait.HEAD: REQUEST_HEAD_TIMEOUT_S,
-            Wait.BODY: REQUEST_BODY_TIMEOUT_S,
+            Wait.BODY: REQUEST_BODY_TIMEOUT_S + self._announced_bytes() / MIN_BODY_BYTES_PER_S,
             Wait.REST: REST_TIMEOUT_S,
         }.get(wait)
         if limit_s is not None:
             self._deadline = self.loop.call_later(limit_s, self.cut, f"late with {wait.name}")
+
+    def _announced_bytes(self) -> int:
+        """What the head says of its body; one that may not be so large is refused at once."""
+        headers = self.headers or ()  # None before the first request
+        length = next((value for name, value in headers if name == b"content-length"), b"0")
+        return min(int(length), MAX_RECORDING_BODY_BYTES)
 
     def _stop_write_deadline(self) -> None:
         if self._write_deadline is not None:

@@ -28,7 +28,9 @@ REQUEST_HEAD_TIMEOUT_S: Final = 10.0
 a TLS handshake may take as long again."""
 
 REQUEST_BODY_TIMEOUT_S: Final = 60.0
-"""From the head of a request to the end of its body."""
+"""From the head of a request to the end of its body, and longer for one that is announced large:"""
+MIN_BODY_BYTES_PER_S: Final = 256 * 1024
+"""Such a body may come this slowly; 200 MiB in a quarter of an hour."""
 
 MAX_REQUEST_HEAD_BYTES: Final = 64 * 1024
 

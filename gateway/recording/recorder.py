@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -15,16 +16,26 @@ from gateway.recording.store import new_id
 from gateway.recording.writer import Target, Writer
 from shared.protocol import Command, Event, RequestType
 
+log = logging.getLogger(__name__)
+
 
 class JournalRecorder:
     """The `Recorder` of a gateway (`contract.py`); for its event loop only.
 
     Args:
+        has_room: whether the disk has room for another recording; quick.
         on_closed: told the folder of each recording whose log is complete, on the loop.
     """
 
-    def __init__(self, writer: Writer, clock: Clock, on_closed: Callable[[Path], None]) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        clock: Clock,
+        has_room: Callable[[], bool],
+        on_closed: Callable[[Path], None],
+    ) -> None:
         self._writer = writer
+        self._has_room = has_room
         self._clock = clock
         self._on_closed = on_closed
         self._live: set[str] = set()
@@ -40,7 +51,11 @@ class JournalRecorder:
         request_type: RequestType,
         worker_id: int,
         config: Mapping[str, Any],
-    ) -> JournalRecording:
+    ) -> JournalRecording | None:
+        if not self._has_room():
+            # No id either: the client would be shown a recording that never exists.
+            log.warning("not recorded, the disk is full")
+            return None
         began_at = datetime.fromtimestamp(self._clock.wall(), tz=UTC)
         local = began_at.astimezone()
         recording_id = new_id(local, session_id)

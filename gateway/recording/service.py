@@ -52,7 +52,9 @@ class Recordings:
         self.uploads = Uploads(MAX_UPLOADS)
         self.recorder: JournalRecorder | None = None
         if self._config.enabled:
-            self.recorder = JournalRecorder(self.writer, clock, self._finish_later)
+            self.recorder = JournalRecorder(
+                self.writer, clock, self.store.has_room, self._finish_later
+            )
         self._to_finish: deque[Path] = deque()
         self._n_failures: Counter[Path] = Counter()
         self._added = asyncio.Event()

@@ -44,6 +44,10 @@ TOKEN_BYTES: Final = 12
 """Of chance in an id: whoever knows an id may see the recording."""
 
 
+MIN_FREE_BYTES: Final = 64 * 2**20
+"""A minute of full duplex with a camera. What is smaller is left to those that live already."""
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """A line in the list of recordings."""
@@ -66,6 +70,14 @@ class Store:
     def __init__(self, data_dir: Path) -> None:
         self.root = data_dir.resolve() / "sessions"
         self._summaries: dict[str, tuple[object, Summary]] = {}
+
+    def has_room(self) -> bool:
+        """Whether another recording may begin; True where nobody can tell."""
+        folder = next(path for path in (self.root, *self.root.parents) if path.is_dir())
+        try:
+            return shutil.disk_usage(folder).free >= MIN_FREE_BYTES
+        except OSError:
+            return True
 
     def create(self, recording_id: str, meta: Mapping[str, Any]) -> Path:
         """Make the folder of a new recording and return it.

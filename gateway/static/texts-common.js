@@ -84,7 +84,7 @@ export const COMMON = {
     "advice.forbidden_origin": "Open the page from the service's own address.",
     "advice.queue_full": "Try again in a minute.",
     "advice.no_worker": "Look at the service's log, or try again in a minute.",
-    "advice.worker_lost": "Press Start to begin a new session.",
+    "advice.worker_lost": "Begin again: another worker takes over, or this one is back in a minute.",
     "advice.slow_reader": "The network is too slow for live audio.",
   },
   zh: {
@@ -166,7 +166,7 @@ export const COMMON = {
     "advice.forbidden_origin": "请从服务自己的地址打开本页。",
     "advice.queue_full": "请稍后再试。",
     "advice.no_worker": "请查看服务日志，或稍后再试。",
-    "advice.worker_lost": "请按“开始”重新进行会话。",
+    "advice.worker_lost": "请重新开始：其他进程会接手，或稍后恢复。",
     "advice.slow_reader": "网络太慢，无法进行实时语音。",
   },
 };

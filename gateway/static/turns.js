@@ -1,18 +1,11 @@
 // One half-duplex conversation: the service hears when a turn ends, then answers it.
 
-import { AudioEngine } from "./audio.js";
-import { Captions } from "./captions.js";
-import { frontendDefaults } from "./defaults.js";
 import { HalfDuplexSession } from "./half-duplex-session.js";
 import { setText } from "./i18n.js";
-import { closedBecause, findHurdle, hasNoEffect, problemOf, saidBy } from "./problems.js";
-import { showRecording } from "./recordings.js";
-import {
-  byId, drawLevels, showLevel, showNote, showProblem, showQueue, showState, swapButtons,
-} from "./view.js";
+import { LiveConversation } from "./live-conversation.js";
+import { byId } from "./view.js";
 
 const CHUNK_SAMPLES = 8000;
-const DEFAULT_DELAY_MS = 200;
 
 // How long the room may still ring after an answer; the microphone would hear the assistant.
 const ECHO_MS = 800;
@@ -21,110 +14,49 @@ const ECHO_MS = 800;
 // longer than the service waits for a client.
 const SIGN_OF_LIFE_EVERY = 60;
 
-export class Turns {
+export class Turns extends LiveConversation {
   constructor(settings) {
-    this.settings = settings;
-    this.captions = new Captions(byId("captions"));
-    this.muted = false;
+    super(settings, CHUNK_SAMPLES);
     this.reset();
   }
 
   reset() {
-    this.attempt = null;
-    this.session = null;
-    this.audio = null;
-    this.running = false;
-    this.live = false;
+    super.reset();
     this.phase = "listening";
-    this.discarding = false;
-    this.complained = false;
     this.playing = false;
     // The microphone is not sent while this holds.
     this.deaf = false;
     this.held = 0;
     this.waitingForEcho = false;
-    this.turnOpen = false;
     this.askedAt = null;
     clearTimeout(this.echoTimer);
     clearInterval(this.clock);
   }
 
-  async start() {
-    const hurdle = findHurdle();
-    showProblem(hurdle);
-    showNote();
-    if (hurdle) return;
-    const attempt = {};
-    this.attempt = attempt;
-    this.running = true;
-    this.state("connecting");
-    try {
-      const voice = await this.settings.voices.samples();
-      const systemContent = await this.settings.presets.systemContent(voice);
-      const audio = await this.openAudio();
-      if (this.attempt !== attempt) {
-        // Stop was pressed while the browser asked for permission.
-        audio.close();
-        return;
-      }
-      this.audio = audio;
-      audio.microphone.muted = this.muted;
-      this.settings.refreshDevices();
-      this.captions.clear();
-      this.showFigures({ turns: 0, speech: "–", first: "–", left: "–" });
-      showRecording(null);
-      this.open(systemContent);
-      drawLevels(() => (this.audio === audio ? this.level() : null));
-    } catch (error) {
-      if (this.attempt === attempt) this.fail(problemOf(error));
-    }
+  async gather() {
+    const voice = await this.settings.voices.samples();
+    return this.settings.presets.systemContent(voice);
   }
 
-  async openAudio() {
-    const { playback_delay_ms: delayMs } = await frontendDefaults();
-    return AudioEngine.open({
-      chunkSamples: CHUNK_SAMPLES,
-      deviceId: this.settings.microphone.deviceId,
-      delayMs: delayMs ?? DEFAULT_DELAY_MS,
-      volume: this.settings.volume,
-      onChunk: (samples) => this.sendChunk(samples),
-      onPlayback: (report) => this.playbackChanged(report),
-      onStateChange: (state) => this.audioStateChanged(state),
-      onLost: () => this.fail(["problem.microphone_lost"]),
-    });
+  clearView() {
+    this.showFigures({ turns: 0, speech: "–", first: "–", left: "–" });
   }
 
   open(systemContent) {
     const session = new HalfDuplexSession();
-    this.session = session;
-    const on = (type, handler) => {
-      session.addEventListener(type, ({ detail }) => {
-        if (this.session === session) handler(detail);
-      });
-    };
-    on("queued", showQueue);
-    on("queue_update", showQueue);
-    on("queue_done", () => this.state("preparing"));
-    on("prepared", (message) => this.prepared(message));
+    const on = this.attend(session, ["vad_state", "chunk"]);
     on("vad_state", ({ speaking }) => this.enter(speaking ? "hearing" : "listening"));
     on("generating", (message) => this.generating(message));
     on("chunk", (chunk) => this.chunk(chunk));
     on("turn_done", (turn) => this.turnDone(turn));
-    on("stopped", () => this.finish("ended"));
     on("timeout", (message) => this.timeout(message));
-    // An error that did not end the session does not explain its end later.
-    for (const type of ["prepared", "vad_state", "chunk"]) on(type, () => { this.complained = false; });
-    on("error", (message) => this.error(message));
-    on("closed", (close) => this.closed(close));
     session.prepare({ systemContent, config: readConfig() });
   }
 
-  prepared({ ignored = [], recording_session_id: recording, timeout_s: timeoutS }) {
-    this.live = true;
-    if (ignored.length) showNote(hasNoEffect(ignored));
-    showRecording(recording, "half_duplex_audio");
+  prepared(message) {
+    this.goLive(message, "half_duplex_audio");
     this.enter("listening");
-    if (timeoutS > 0) this.countDown(performance.now() + 1000 * timeoutS);
+    if (message.timeout_s > 0) this.countDown(performance.now() + 1000 * message.timeout_s);
   }
 
   countDown(endsAt) {
@@ -213,71 +145,15 @@ export class Turns {
     this.hearAgain();
   }
 
-  toggleMute() {
-    if (!this.running) return;
-    this.muted = !this.muted;
-    if (this.audio) this.audio.microphone.muted = this.muted;
-    this.showControls();
-  }
-
-  audioStateChanged(state) {
-    if (state === "running") showNote();
-    else if (this.live) showNote(["suspended"]);
-  }
-
-  stop() {
-    if (!this.running) return;
-    if (this.live) this.session.stop();
-    else this.session?.close();
-    this.finish("ended");
-  }
-
   timeout({ reason, elapsed_s: seconds }) {
     this.complained = true;
     this.fail(reason ? ["problem.ended", { why: reason }] : ["turns.timeout", { n: Math.round(seconds) }]);
   }
 
-  error(message) {
-    showProblem(...saidBy(message));
-    this.complained = true;
-    // The service would wait for a better `prepare`; the page has no other one to send.
-    if (!this.live) this.finish("failed");
-  }
-
-  closed(close) {
-    // The service has said more in an error just before, if it could.
-    if (!this.complained) showProblem(closedBecause(close));
-    this.finish("failed");
-  }
-
-  fail(message) {
-    showProblem(message);
-    this.finish("failed");
-  }
-
-  finish(state) {
-    const { session, audio } = this;
-    this.reset();
-    this.captions.endTurn();
-    audio?.close();
-    if (state === "failed") session?.close();
-    showLevel(0);
-    this.state(state);
-  }
-
-  state(name) {
-    showState(name);
-    this.showControls();
-  }
-
   showControls() {
-    const { running, live, muted } = this;
-    const [shown, hidden] = running ? ["stop", "start"] : ["start", "stop"];
-    if (byId(shown).hidden) swapButtons(byId(shown), byId(hidden));
-    byId("interrupt").disabled = !live || (!this.turnOpen && !this.playing);
-    byId("mute").disabled = !running;
-    byId("mute").setAttribute("aria-pressed", String(muted));
-    setText(byId("hint"), running ? "turns.hint_talk" : "turns.hint_idle");
+    super.showControls();
+    byId("interrupt").disabled = !this.live || (!this.turnOpen && !this.playing);
+    setText(byId("hint"), this.running ? "turns.hint_talk" : "turns.hint_idle");
   }
 
   showFigures(values) {

@@ -23,7 +23,7 @@ from tests.e2e.conftest import ROOT, RunningService
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
-pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.realtime, pytest.mark.timeout(180)]
 
 
 def talk(service: RunningService, question: Path, answer: Path) -> subprocess.CompletedProcess[str]:

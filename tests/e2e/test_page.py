@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.weights,
     pytest.mark.slow,
+    pytest.mark.realtime,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]
 

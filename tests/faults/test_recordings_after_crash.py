@@ -123,7 +123,8 @@ async def test_recordings_of_a_gateway_that_is_killed_again_and_again_all_open(
             )
 
     folders = [folder for folder in sessions.iterdir() if not folder.name.startswith(".")]
-    assert {folder.name for folder in folders} >= set(answered)
+    # One that had hardly begun may not have come to the disk at all.
+    assert {folder.name for folder in folders} >= {i for i, n in answered.items() if n > MAX_LOST}
     for folder in folders:
         check(folder, answered.get(folder.name, 0))
 

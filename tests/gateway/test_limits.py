@@ -132,6 +132,19 @@ class TestSlowRequests:
             await until_closed(reader, 2)
             writer.close()
 
+    async def test_a_body_that_is_announced_large_may_take_longer(self, serve, monkeypatch):
+        monkeypatch.setattr(connection, "REQUEST_BODY_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(connection, "MIN_BODY_BYTES_PER_S", 10)
+        head = b"PUT /api/config/eta HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        async with serve([]) as running:
+            head += b"Connection: close\r\nContent-Length: 50\r\n\r\n{"
+            reader, writer = await dial(running, head)
+            await asyncio.sleep(0.3)
+            writer.write(b"}" + b" " * 48)
+
+            assert b"200 OK" in await until_closed(reader, 5)
+            writer.close()
+
     async def test_a_trailer_that_never_ends_is_cut(self, serve):
         """The parser kept all of it, for as long as a body may take."""
         head = b"PUT /api/config/eta HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -52,7 +52,7 @@ async def test_a_worker_with_a_stuck_compute_thread_gets_no_sessions_until_it_go
     serve, talker, until
 ):
     async with (
-        working(stuck_after_s=0.8) as worker,
+        working(stuck_after_s=2.0) as worker,
         serve([at(worker)]) as running,
         running.dial("omni_a") as a,
     ):

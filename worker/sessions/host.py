@@ -20,12 +20,17 @@ if TYPE_CHECKING:
     from worker.sessions.session import Session
 
 
+PREPARE_TIMEOUT_S = 30.0
+"""A place that nobody prepares is somebody else's; clients prepare as soon as they have one."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
     """Time limits of a session, in seconds."""
 
     pause_timeout_s: float = 60.0
     idle_timeout_s: float = IDLE_TIMEOUT_S
+    prepare_timeout_s: float = PREPARE_TIMEOUT_S
     max_session_s: float = 0.0
     """0 = none."""
     ask_timeout_s: float = 300.0

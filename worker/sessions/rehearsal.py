@@ -81,7 +81,9 @@ async def rehearse(inputs: Sequence[Input], host: SessionHost, progress: Progres
         RehearsalFailed: a session reported a failure or ended early.
     """
     # What has to be compiled first may take longer than any client would wait.
-    host = dataclasses.replace(host, limits=SessionLimits(idle_timeout_s=math.inf))
+    host = dataclasses.replace(
+        host, limits=SessionLimits(idle_timeout_s=math.inf, prepare_timeout_s=math.inf)
+    )
     diary = _Diary(len(inputs), progress)
     results = await _play(inputs, host, diary)
     if isinstance(host.model, CanTalk) and not any(result.audio for result in results):
@@ -103,7 +105,9 @@ async def rehearse_answers(inputs: Sequence[Input], host: SessionHost, progress:
     Raises:
         RehearsalFailed: one of them failed.
     """
-    limits = SessionLimits(idle_timeout_s=math.inf, ask_timeout_s=math.inf)
+    limits = SessionLimits(
+        idle_timeout_s=math.inf, prepare_timeout_s=math.inf, ask_timeout_s=math.inf
+    )
     host = dataclasses.replace(host, limits=limits)
     heard = np.zeros(round(MAX_DETECT_S * INPUT_SAMPLE_RATE_HZ), np.float32)
     clip = np.frombuffer(b"".join(message.audio for message in inputs), np.float32)

@@ -229,7 +229,10 @@ class Session(ABC):
 
     def _idle_limit(self) -> tuple[float, str]:
         """When a session ends that hears nothing, as one of `_due`."""
-        idle_s = self._host.limits.idle_timeout_s
+        limits = self._host.limits
+        idle_s = limits.idle_timeout_s
+        if self.state is SessionState.OPENED:
+            idle_s = min(idle_s, limits.prepare_timeout_s)
         return self._heard_at + idle_s, f"Idle timeout ({idle_s:.1f}s)"
 
     # ---- commands

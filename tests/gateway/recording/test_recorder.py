@@ -13,6 +13,7 @@ import pytest
 
 from gateway.clock import Clock
 from gateway.recording import journal
+from gateway.recording import store as storing
 from gateway.recording import writer as writing
 from gateway.recording.journal import Journal
 from gateway.recording.recorder import JournalRecorder
@@ -47,7 +48,7 @@ def writer(store):
 
 @pytest.fixture
 def recorder(writer, closed):
-    return JournalRecorder(writer, Clock(), closed.append)
+    return JournalRecorder(writer, Clock(), lambda: True, closed.append)
 
 
 def begin(recorder, session_id="omni_1"):
@@ -102,6 +103,18 @@ async def test_only_the_owner_of_the_files_may_read_them(recorder, writer, close
     modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
     assert modes == {0o600}
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+async def test_nothing_is_promised_that_the_disk_has_no_room_for(
+    writer, store, closed, monkeypatch
+):
+    recorder = JournalRecorder(writer, Clock(), store.has_room, closed.append)
+    assert begin(recorder) is not None
+
+    monkeypatch.setattr(storing, "MIN_FREE_BYTES", 2**62)
+
+    assert begin(recorder) is None
+    assert len(recorder.live) == 1
 
 
 async def test_ids_cannot_be_guessed_and_never_meet(recorder):

@@ -466,6 +466,16 @@ async def test_a_session_without_input_ends(make):
     assert await client.code() == failure.close_code
 
 
+async def test_a_place_that_nobody_prepares_is_given_to_others(make):
+    stage = make(limits=SessionLimits(prepare_timeout_s=0.05))
+    client = stage.client()
+    await client.next(Opened)
+    failure = await client.next(Failure)
+
+    assert (failure.slug, failure.message) == ("session_timeout", "Idle timeout (0.1s)")
+    assert await client.code() == failure.close_code
+
+
 async def test_a_session_that_is_too_long_ends(make):
     stage = make(limits=SessionLimits(max_session_s=0.05))
     client = stage.client()
