@@ -67,10 +67,10 @@ def settings_of(config: Config, gpu_id: int | None) -> WorkerSettings:
         stuck_after_s=config.service.stuck_after_s,
         drain_timeout_s=config.service.drain_timeout_s,
         limits=SessionLimits(
-            duplex.pause_timeout,
-            duplex.idle_timeout_s,
-            duplex.max_session_s,
-            config.service.request_timeout,
+            pause_timeout_s=duplex.pause_timeout,
+            idle_timeout_s=duplex.idle_timeout_s,
+            max_session_s=duplex.max_session_s,
+            ask_timeout_s=config.service.request_timeout,
         ),
     )
 

@@ -24,7 +24,7 @@ PREPARE_TIMEOUT_S = 30.0
 """A place that nobody prepares is somebody else's; clients prepare as soon as they have one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
     """Time limits of a session, in seconds."""
 
