@@ -23,7 +23,7 @@ class JournalRecorder:
     """The `Recorder` of a gateway (`contract.py`); for its event loop only.
 
     Args:
-        has_room: whether the disk has room for another recording; quick.
+        has_room: whether the disk has room for another recording; does not ask it.
         on_closed: told the folder of each recording whose log is complete, on the loop.
     """
 

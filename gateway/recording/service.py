@@ -39,6 +39,8 @@ MAX_FAILURES: Final = 5
 END_GRACE_S: Final = 2.0
 FIRST_CLEAN_S: Final = 60.0
 CLEAN_EVERY_S: Final = 86_400.0
+LOOK_EVERY_S: Final = 5.0
+"""For room on the disk. Asking may take as long as the disk likes: no session waits for it."""
 
 
 class Recordings:
@@ -53,8 +55,9 @@ class Recordings:
         self.recorder: JournalRecorder | None = None
         if self._config.enabled:
             self.recorder = JournalRecorder(
-                self.writer, clock, self.store.has_room, self._finish_later
+                self.writer, clock, lambda: self._has_room, self._finish_later
             )
+        self._has_room = True
         self._to_finish: deque[Path] = deque()
         self._n_failures: Counter[Path] = Counter()
         self._added = asyncio.Event()
@@ -73,6 +76,8 @@ class Recordings:
     def start(self) -> None:
         self.writer.start()
         self._tasks = [asyncio.create_task(self._finish_all())]
+        if self._config.enabled:
+            self._tasks.append(asyncio.create_task(self._look_for_room()))
         if retention.is_on(self._config):
             self._tasks.append(asyncio.create_task(self._clean_daily()))
 
@@ -150,6 +155,11 @@ class Recordings:
             log.error("not finished until the next start recording=%s", left[0].name)
             del self._n_failures[left[0]], left[0]
         self._to_finish.extendleft(reversed(left))
+
+    async def _look_for_room(self) -> None:
+        while True:
+            self._has_room = await asyncio.to_thread(self.store.has_room)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _clean_daily(self) -> None:
         wait_s = FIRST_CLEAN_S

@@ -62,18 +62,32 @@ class _Open:
         self.entry["timing"]["elapsed_ms"] = round(1000.0 * (at - self.began_at), 1)
 
 
-class SpokenTurns:
-    """A half-duplex log. The turn's sound is cut out of what the microphone has sent."""
+class _Turns:
+    """What both kinds of logs have: turns, of which one may be open."""
 
     def __init__(self, assets: Assets) -> None:
         self._assets = assets
         self._turns: list[dict[str, Any]] = []
+        self._open: _Open | None = None
+        self._last_at = 0.0
+
+    @property
+    def body(self) -> dict[str, Any]:
+        if self._open is not None:
+            self._open.close(self._assets, self._last_at, None)
+            self._open = None
+        return {"turns": self._turns}
+
+
+class SpokenTurns(_Turns):
+    """A half-duplex log. The turn's sound is cut out of what the microphone has sent."""
+
+    def __init__(self, assets: Assets) -> None:
+        super().__init__(assets)
         self._heard: deque[bytes] = deque()
         self._n_heard = 0
         self._ended: list[bytes] = []
         """What had been sent when the turn was found to have ended."""
-        self._open: _Open | None = None
-        self._last_at = 0.0
 
     def take(self, record: Record) -> None:
         """Raises OSError."""
@@ -93,13 +107,6 @@ class SpokenTurns:
                 self._open.entry["error"] = record.message.slug
                 self._open.close(self._assets, record.at, None)
                 self._open = None
-
-    @property
-    def body(self) -> dict[str, Any]:
-        if self._open is not None:
-            self._open.close(self._assets, self._last_at, None)
-            self._open = None
-        return {"turns": self._turns}
 
     def _hear(self, audio: bytes) -> None:
         self._heard.append(audio)
@@ -133,14 +140,8 @@ class SpokenTurns:
         self._open = None
 
 
-class ChatTurns:
+class ChatTurns(_Turns):
     """A chat log: one request, its newest message with files, the earlier ones as text."""
-
-    def __init__(self, assets: Assets) -> None:
-        self._assets = assets
-        self._turns: list[dict[str, Any]] = []
-        self._open: _Open | None = None
-        self._last_at = 0.0
 
     def take(self, record: Record) -> None:
         """Raises OSError."""
@@ -154,13 +155,6 @@ class ChatTurns:
                 self._answered(self._open, record.message, record.at)
             case Failure() if self._open is not None:
                 self._open.entry["error"] = record.message.slug
-
-    @property
-    def body(self) -> dict[str, Any]:
-        if self._open is not None:
-            self._open.close(self._assets, self._last_at, None)
-            self._open = None
-        return {"turns": self._turns}
 
     def _ask(self, ask: Ask, at: float) -> None:
         *earlier, newest = ask.messages or [ChatMessage("user", [])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -16,6 +17,19 @@ from tests.fakes.scripted_worker import WORDS, Script, ScriptedWorker
 LOUD = base64.b64encode(struct.pack("<4f", *[0.5] * 4) * 2000).decode()
 QUIET = base64.b64encode(bytes(32_000)).decode()
 PATH = "/ws/half_duplex/hdx_1"
+
+
+@asynccontextmanager
+async def live(serve, talker):
+    """A worker, and a client whose session there is prepared."""
+    async with (
+        ScriptedWorker() as worker,
+        serve([worker]) as running,
+        running.dial_path(PATH) as socket,
+    ):
+        client = talker(socket)
+        await client.prepare()
+        yield worker, client
 
 
 async def test_a_conversation_of_two_turns_goes_to_a_normal_close(serve, talker):
@@ -64,14 +78,7 @@ async def test_a_conversation_of_two_turns_goes_to_a_normal_close(serve, talker)
 async def test_chunks_get_no_answers_and_are_not_waited_for(serve, talker, until, monkeypatch):
     """Counted as unanswered, they would have been refused after some half an hour."""
     monkeypatch.setattr("gateway.inbox.MAX_UNANSWERED", 3)
-    async with (
-        ScriptedWorker() as worker,
-        serve([worker]) as running,
-        running.dial_path(PATH) as socket,
-    ):
-        client = talker(socket)
-        await client.prepare()
-
+    async with live(serve, talker) as (worker, client):
         for _ in range(10):
             await client.chunk(audio_base64=QUIET)
         await client.chunk(audio_base64=LOUD)
@@ -146,14 +153,7 @@ async def test_what_cannot_be_used_gets_a_typed_error_and_the_session_goes_on(
 
 
 async def test_bad_sound_after_prepare_costs_nothing_but_itself(serve, talker):
-    async with (
-        ScriptedWorker() as worker,
-        serve([worker]) as running,
-        running.dial_path(PATH) as socket,
-    ):
-        client = talker(socket)
-        await client.prepare()
-
+    async with live(serve, talker) as (worker, client):
         await client.chunk(audio_base64="AAA")
         await client.chunk(audio_base64=LOUD)
 
@@ -162,14 +162,7 @@ async def test_bad_sound_after_prepare_costs_nothing_but_itself(serve, talker):
 
 
 async def test_an_interrupt_reaches_the_worker_and_is_confirmed(serve, talker):
-    async with (
-        ScriptedWorker() as worker,
-        serve([worker]) as running,
-        running.dial_path(PATH) as socket,
-    ):
-        client = talker(socket)
-        await client.prepare()
-
+    async with live(serve, talker) as (worker, client):
         await client.say("interrupt")
 
         assert await client.hear() == {"type": "interrupted"}
@@ -177,14 +170,7 @@ async def test_an_interrupt_reaches_the_worker_and_is_confirmed(serve, talker):
 
 
 async def test_the_end_of_the_time_is_told_before_the_close(serve, talker):
-    async with (
-        ScriptedWorker() as worker,
-        serve([worker]) as running,
-        running.dial_path(PATH) as socket,
-    ):
-        client = talker(socket)
-        await client.prepare()
-
+    async with live(serve, talker) as (worker, client):
         await worker.sessions[0].send(Failure("session_timeout", "Session timeout (1.0s)", 1000))
         message = await client.hear()
 
@@ -194,14 +180,7 @@ async def test_the_end_of_the_time_is_told_before_the_close(serve, talker):
 
 
 async def test_a_turn_that_fails_is_told_and_the_session_goes_on(serve, talker):
-    async with (
-        ScriptedWorker() as worker,
-        serve([worker]) as running,
-        running.dial_path(PATH) as socket,
-    ):
-        client = talker(socket)
-        await client.prepare()
-
+    async with live(serve, talker) as (worker, client):
         await worker.sessions[0].send(Failure("model_fault", "This turn failed"))
         await worker.sessions[0].send(Notice("dropped", "some sound", 2))
         await client.chunk(audio_base64=LOUD)
@@ -221,14 +200,7 @@ async def test_a_client_that_leaves_stops_its_session(serve, talker, until):
 
 
 async def test_a_worker_that_dies_is_told(serve, talker):
-    async with (
-        ScriptedWorker() as worker,
-        serve([worker]) as running,
-        running.dial_path(PATH) as socket,
-    ):
-        client = talker(socket)
-        await client.prepare()
-
+    async with live(serve, talker) as (worker, client):
         await worker.die()
 
         assert (await client.hear_kind("error"))["slug"] == "worker_lost"

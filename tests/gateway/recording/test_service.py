@@ -10,6 +10,7 @@ import pytest
 
 from gateway.clock import Clock
 from gateway.recording import service
+from gateway.recording import store as store_module
 from gateway.recording.journal import Journal
 from gateway.recording.service import Recordings
 from shared.config import Config, RecordingConfig, ServiceConfig
@@ -56,6 +57,17 @@ async def test_an_ended_session_is_finished_and_an_earlier_one_too(
 
     body = json.loads((recordings.store.find("crashed") / "recording.json").read_text())
     assert (len(body["chunks"]), body["end_reason"]) == (1, "interrupted")
+
+
+async def test_without_room_on_the_disk_no_recording_begins(start, monkeypatch, until):
+    monkeypatch.setattr(store_module, "MIN_FREE_BYTES", 2**62)
+    recordings = start()
+
+    def begin():
+        return recordings.recorder.begin("adx_1", "audio_duplex", 0, {})
+
+    await until(lambda: begin() is None)
+    await recordings.stop()
 
 
 async def test_a_session_of_another_gateway_on_the_same_folder_is_left_alone(start, store, until):
