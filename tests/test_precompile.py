@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import precompile
+from tests.fakes.launch import hear_signals
 from worker.compile.master import Master
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +64,7 @@ class Program:
         """Run it as a process of its own."""
         argv = [sys.executable, "-c", SCRIPT, str(self.folder), *habits]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(argv, cwd=ROOT, text=True, **pipes)
+        return subprocess.Popen(argv, cwd=ROOT, text=True, preexec_fn=hear_signals, **pipes)
 
     @property
     def result(self):

@@ -27,9 +27,13 @@ def test_a_video_gets_text_and_a_voice(tiny_service: RunningService, tmp_path: P
     command += ["--video", str(tmp_path / "clip.mp4")]
     command += ["--url", tiny_service.ws_url, "--out", str(tmp_path / "answer.wav")]
 
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    for _ in range(3):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr + done.stdout
+        # Its words are drawn from random weights: a short turn may have none to be printed.
+        if re.search(r"says: \S", done.stdout):
+            break
 
-    assert done.returncode == 0, done.stderr + done.stdout
     assert re.search(r"says: \S", done.stdout)
     samples, rate_hz = read_wav(tmp_path / "answer.wav")
     assert rate_hz == 24_000

@@ -36,8 +36,11 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def _hear_hangups() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def hear_signals() -> None:
+    """For a process that is to be told to end: whoever runs the tests may ignore these, as a shell
+    has its background jobs ignore Ctrl-C."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass
@@ -83,7 +86,7 @@ class Launch:
             stderr=subprocess.STDOUT,
             text=True,
             # The launcher respects a SIGHUP that is ignored, as under nohup; so may this test run.
-            preexec_fn=_hear_hangups,
+            preexec_fn=hear_signals,
         )
         self.processes.append(process)
         return process
