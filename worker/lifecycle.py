@@ -301,7 +301,9 @@ class Lifecycle:
         return await self._on_lane(build_and_load, progress)
 
     def _serve(self, model: Model) -> SessionHost:
-        self._engine = Engine(model, self._clock, self.on_fault, self._batch_done)
+        self._engine = Engine(
+            model, self._clock, self.on_fault, self._batch_done, model.round_span_s
+        )
         self._threads.serve(self._engine)
         self.host = SessionHost(
             model=model,

@@ -102,6 +102,10 @@ class FakeDuplexModel:
         }
 
     @property
+    def round_span_s(self) -> float:
+        return 0.0
+
+    @property
     def max_batch(self) -> Mapping[str, int]:
         return {"think": 4, "speak": 4}
 

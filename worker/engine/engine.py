@@ -106,6 +106,7 @@ class Engine:
         clock: seconds, monotonic; `Op.deadline` and `Until.deadline` are on it.
         on_fault: called once, on the thread that met it, when the device is lost.
         on_batch: called after every batch, failed ones included; has to be quick.
+        round_span_s: see `Scheduler`.
     """
 
     def __init__(
@@ -114,13 +115,14 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         on_fault: Callable[[EngineFault], None] | None = None,
         on_batch: OnBatch | None = None,
+        round_span_s: float = 0.0,
     ) -> None:
         self.clock = clock
         self.lanes = tuple(dict.fromkeys(runner.lanes.values()))
         self._runner = runner
         self._on_fault = on_fault
         self._on_batch = on_batch
-        self._scheduler: Scheduler[Task] = Scheduler(runner.lanes, runner.max_batch)
+        self._scheduler: Scheduler[Task] = Scheduler(runner.lanes, runner.max_batch, round_span_s)
         self._advancing = threading.RLock()
         self._mutex = threading.RLock()
         self._sessions: dict[Hashable, _Session] = {}

@@ -1,16 +1,23 @@
 """Which ops run next: pure decisions, no threads, no tensors, no clock.
 
-Ready ops of one lane are grouped by kind and bucket. The group that holds the earliest deadline
-runs, its earliest deadlines first, up to the kind's batch limit. Equal deadlines go first in,
-first out, so nobody is passed over for ever by ops of the same deadline. There is no batching
-wait: what is ready when a lane asks is what the batch holds.
+Ready ops of one lane are grouped by kind and bucket. A group runs as one batch, its earliest
+deadlines first, up to the kind's batch limit. Equal deadlines go first in, first out, so nobody is
+passed over for ever by ops of the same deadline. There is no batching wait: what is ready when a
+lane asks is what the batch holds.
+
+Strictly by deadline (`round_span_s` 0) the group that holds the earliest one runs. Where ops gain
+by being batched, that is the wrong order: the session that is due first would keep the device for
+all of its steps, and whoever came a little later could not catch up with it to share them. So
+kinds whose earliest deadlines lie within `round_span_s` of each other take it in turn: a kind runs
+what was ready when its turn came, then the one that has waited longest follows. Under load more
+gathers between two turns, and batches grow by themselves; what is due much later still yields.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from worker.engine.contract import Op
@@ -40,13 +47,37 @@ class _Ready(Generic[T]):
         return (self.op.deadline, self.order)
 
 
-class Scheduler(Generic[T]):
-    """Holds the ready ops; each task (any hashable) has at most one."""
+@dataclass(slots=True)
+class _Turn:
+    """The kind that has the lane, for the ops that came before it had it."""
 
-    def __init__(self, lanes: Mapping[str, str], max_batch: Mapping[str, int]) -> None:
+    kind: str = ""
+    ends_before: int = 0
+    last_turns: dict[str, int] = field(default_factory=dict)
+    """Kind -> when its last turn began, on the clock of arrivals."""
+
+
+class Scheduler(Generic[T]):
+    """Holds the ready ops; each task (any hashable) has at most one.
+
+    Args:
+        lanes: op kind -> lane.
+        max_batch: op kind -> most ops of a batch; 1 for those that are missing.
+        round_span_s: kinds due within this time of the earliest deadline run in turn; 0 = strictly
+            by deadline.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[str, str],
+        max_batch: Mapping[str, int],
+        round_span_s: float = 0.0,
+    ) -> None:
         self._lanes = lanes
         self._max_batch = max_batch
+        self._round_span_s = round_span_s
         self._ready: dict[str, dict[T, _Ready[T]]] = {lane: {} for lane in lanes.values()}
+        self._turns = {lane: _Turn() for lane in lanes.values()}
         self._lane_of: dict[T, str] = {}
         self._arrivals = itertools.count()
 
@@ -82,6 +113,8 @@ class Scheduler(Generic[T]):
         if not ready:
             return None
         first = min(ready.values(), key=lambda item: item.rank)
+        if self._round_span_s:
+            first = self._first_in_turn(lane, first)
         kind, bucket = first.op.kind, first.op.bucket
         group = [r for r in ready.values() if r.op.kind == kind and r.op.bucket == bucket]
         group.sort(key=lambda item: item.rank)
@@ -90,3 +123,29 @@ class Scheduler(Generic[T]):
             del ready[item.task]
             del self._lane_of[item.task]
         return Batch(lane, kind, bucket, tuple(r.task for r in chosen), tuple(r.op for r in chosen))
+
+    def _first_in_turn(self, lane: str, earliest: _Ready[T]) -> _Ready[T]:
+        """Return the op whose group runs, given the lane's earliest deadline."""
+        # Infinite deadlines take turns among themselves.
+        last = max(earliest.op.deadline + self._round_span_s, earliest.op.deadline)
+        heads: dict[str, _Ready[T]] = {}
+        turn = self._turns[lane]
+        goes_on: _Ready[T] | None = None
+        for item in self._ready[lane].values():
+            if item.op.deadline > last:
+                continue
+            kind = item.op.kind
+            if kind not in heads or item.rank < heads[kind].rank:
+                heads[kind] = item
+            belongs = kind == turn.kind and item.order < turn.ends_before
+            if belongs and (goes_on is None or item.rank < goes_on.rank):
+                goes_on = item
+        if goes_on is not None:
+            return goes_on
+        chosen = min(
+            heads.values(), key=lambda item: (turn.last_turns.get(item.op.kind, -1), item.rank)
+        )
+        now = next(self._arrivals)
+        turn.kind, turn.ends_before = chosen.op.kind, now
+        turn.last_turns[turn.kind] = now
+        return chosen

@@ -80,6 +80,8 @@ class DuplexModel(OpRunner, Protocol):
 
     name: str
     unit_samples: int
+    round_span_s: float
+    """Of the engine's scheduler: whose ops gain by being batched has them run in rounds."""
 
     # Stages of the start, in this order, all on the thread that calls them.
     def load_model(self, progress: Progress) -> None:

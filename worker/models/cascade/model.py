@@ -61,6 +61,7 @@ class CascadeModel:
     unit_samples = UNIT_SAMPLES
     lanes = LANES
     max_batch = MAX_BATCH
+    round_span_s = 0.0
     voice = DEFAULT_VOICE
 
     def __init__(

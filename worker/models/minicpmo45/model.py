@@ -74,6 +74,8 @@ MAX_BATCH: Mapping[str, int] = {
     ops.VOCODE: voice_stages.MOST_ROWS,
 }
 """Of the ops that gain by it; the others run one by one."""
+ROUND_SPAN_S = 1.0
+"""All live units are due within a second of each other; chat, which has no deadline, yields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class MiniCpmO45:
     unit_samples = UNIT_SAMPLES
     lanes = LANES
     max_batch = MAX_BATCH
+    round_span_s = ROUND_SPAN_S
 
     def __init__(
         self,
