@@ -245,8 +245,11 @@ class Engine:
                 task._session.n_running_ops += 1
         began_at = self.clock()
         results = self._run(batch)
+        took_s = self.clock() - began_at
+        with self._mutex:
+            self._scheduler.ran(lane, took_s)
         if self._on_batch is not None:
-            self._on_batch(batch.kind, len(batch.ops), self.clock() - began_at)
+            self._on_batch(batch.kind, len(batch.ops), took_s)
         self._deliver(batch, results)
         self.advance()
         return True

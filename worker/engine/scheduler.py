@@ -8,14 +8,17 @@ lane asks is what the batch holds.
 Strictly by deadline (`round_span_s` 0) the group that holds the earliest one runs. Where ops gain
 by being batched, that is the wrong order: the session that is due first would keep the device for
 all of its steps, and whoever came a little later could not catch up with it to share them. So
-kinds whose earliest deadlines lie within `round_span_s` of each other take it in turn: a kind runs
-what was ready when its turn came, then the one that has waited longest follows. Under load more
-gathers between two turns, and batches grow by themselves; what is due much later still yields.
+kinds whose earliest deadlines lie within `round_span_s` of each other take it in turn, the one that
+has waited longest first. A kind runs what was ready when its turn came, and what becomes ready
+meanwhile for as long as all others took since its last turn (at most `MAX_EXTENSION_S`): steps go
+on while others gather, so the more there is to do, the fuller the batches. What is due much later
+still yields.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -23,6 +26,9 @@ from typing import Generic, TypeVar
 from worker.engine.contract import Op
 
 T = TypeVar("T", bound=Hashable)
+
+MAX_EXTENSION_S = 0.2
+"""However long others took: an answer of hundreds of steps must not keep the lane for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +55,17 @@ class _Ready(Generic[T]):
 
 @dataclass(slots=True)
 class _Turn:
-    """The kind that has the lane, for the ops that came before it had it."""
+    """The kind that has a lane."""
 
     kind: str = ""
     ends_before: int = 0
-    last_turns: dict[str, int] = field(default_factory=dict)
-    """Kind -> when its last turn began, on the clock of arrivals."""
+    """Ops that came before this, on the clock of arrivals, are what the turn is for."""
+    extension_s: float = 0.0
+    """Time that is left for others of its kind."""
+    busy_s: float = 0.0
+    """All that this lane has run so far."""
+    last_ends: dict[str, float] = field(default_factory=dict)
+    """Kind -> `busy_s` at the end of its last turn."""
 
 
 class Scheduler(Generic[T]):
@@ -124,15 +135,20 @@ class Scheduler(Generic[T]):
             del self._lane_of[item.task]
         return Batch(lane, kind, bucket, tuple(r.task for r in chosen), tuple(r.op for r in chosen))
 
+    def ran(self, lane: str, seconds: float) -> None:
+        """Be told how long the last batch of a lane took."""
+        turn = self._turns[lane]
+        turn.busy_s += seconds
+        turn.extension_s -= seconds
+
     def _first_in_turn(self, lane: str, earliest: _Ready[T]) -> _Ready[T]:
         """Return the op whose group runs, given the lane's earliest deadline."""
-        # Infinite deadlines take turns among themselves.
-        last = max(earliest.op.deadline + self._round_span_s, earliest.op.deadline)
+        last_deadline = earliest.op.deadline + self._round_span_s
         heads: dict[str, _Ready[T]] = {}
         turn = self._turns[lane]
         goes_on: _Ready[T] | None = None
         for item in self._ready[lane].values():
-            if item.op.deadline > last:
+            if item.op.deadline > last_deadline:
                 continue
             kind = item.op.kind
             if kind not in heads or item.rank < heads[kind].rank:
@@ -142,10 +158,21 @@ class Scheduler(Generic[T]):
                 goes_on = item
         if goes_on is not None:
             return goes_on
-        chosen = min(
-            heads.values(), key=lambda item: (turn.last_turns.get(item.op.kind, -1), item.rank)
-        )
-        now = next(self._arrivals)
-        turn.kind, turn.ends_before = chosen.op.kind, now
-        turn.last_turns[turn.kind] = now
+        if turn.kind in heads and turn.extension_s > 0:
+            return heads[turn.kind]
+        return self._begin_turn(turn, heads)
+
+    def _begin_turn(self, turn: _Turn, heads: Mapping[str, _Ready[T]]) -> _Ready[T]:
+        """Give the lane to the kind that has waited longest; returns its first op."""
+        turn.last_ends[turn.kind] = turn.busy_s
+        chosen = min(heads.values(), key=lambda item: (self._waits_since(turn, item), item.rank))
+        turn.kind, turn.ends_before = chosen.op.kind, next(self._arrivals)
+        others_s = turn.busy_s - turn.last_ends.get(turn.kind, turn.busy_s)
+        turn.extension_s = min(others_s, MAX_EXTENSION_S)
         return chosen
+
+    @staticmethod
+    def _waits_since(turn: _Turn, item: _Ready[T]) -> float:
+        # The kind whose turn has just ended comes last: nothing may have run since then.
+        kind = item.op.kind
+        return math.inf if kind == turn.kind else turn.last_ends.get(kind, -1.0)

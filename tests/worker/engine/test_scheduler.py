@@ -215,3 +215,28 @@ def test_a_turn_ends_when_its_last_op_is_withdrawn():
     scheduler.withdraw("b")
 
     assert kinds(scheduler) == ["decode"]
+
+
+def steps_in_a_row(scheduler: Scheduler[str], step_s: float) -> int:
+    """Have "a" decode on and on while "b" waits with a prefill; how often it could."""
+    scheduler.submit("a", Op("decode", None, deadline=1.0))
+    scheduler.submit("b", Op("prefill", None, deadline=1.0))
+    n_steps = 0
+    while (batch := scheduler.next_batch("language")) and batch.kind == "decode":
+        n_steps += 1
+        scheduler.ran("language", step_s)
+        scheduler.submit("a", Op("decode", None, deadline=1.0))
+    return n_steps
+
+
+@pytest.mark.parametrize(("others_s", "expected"), [(0.0, 1), (0.055, 6), (30.0, 20)])
+def test_a_turn_goes_on_for_as_long_as_others_took(others_s, expected):
+    scheduler = in_rounds()
+    scheduler.submit("a", Op("decode", None, deadline=1.0))
+    scheduler.next_batch("language")
+    scheduler.ran("language", 0.01)
+    scheduler.submit("b", Op("prefill", None, deadline=1.0))
+    scheduler.next_batch("language")
+    scheduler.ran("language", others_s)
+
+    assert steps_in_a_row(scheduler, 0.01) == expected
