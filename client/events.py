@@ -1,17 +1,18 @@
-"""The events of a full-duplex session, and how they are read from G0 messages."""
+"""The events of a session, and how they are read from G0 messages: those that all modes have, and
+those of full duplex."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from shared.audio import Samples, decode_base64, samples_from_f32
 from shared.errors import BadAudio
 
 
-class DuplexError(Exception):
+class SessionError(Exception):
     """A session that cannot start or go on; `slug` is the server's stable name of the cause."""
 
     def __init__(self, message: str, slug: str = "") -> None:
@@ -94,6 +95,14 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer (half duplex and chat): text, sound (float32 24 kHz), or both."""
+
+    text: str
+    audio: Samples
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     pass
 
@@ -135,23 +144,55 @@ Event = (
 )
 
 
+EventT = TypeVar("EventT")
+Parsers = Mapping[str, Callable[[dict[str, Any]], EventT]]
+"""By the message's type."""
+
+
 def parse_event(frame: str | bytes) -> Event | None:
-    """Return the event of one server message; None for a type this client does not know.
+    """Return the event of one message of a full-duplex session, as `read_event` does."""
+    return read_event(frame, PARSERS)
+
+
+def read_event(frame: str | bytes, parsers: Parsers[EventT]) -> EventT | None:
+    """Return the event of one server message; None for a type that no parser is for.
 
     Raises:
-        DuplexError: the message is no JSON object, or its audio or another field is damaged.
+        SessionError: the message is no JSON object, or its audio or another field is damaged.
     """
     try:
         message = json.loads(frame)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DuplexError("the server sent a message that is no JSON") from error
+        raise SessionError("the server sent a message that is no JSON") from error
     if not isinstance(message, dict):
-        raise DuplexError("the server sent a message that is no JSON object")
-    parse = PARSERS.get(str(message.get("type")))
+        raise SessionError("the server sent a message that is no JSON object")
+    parse = parsers.get(str(message.get("type")))
     try:
         return parse(message) if parse else None
     except (TypeError, ValueError) as error:
-        raise DuplexError(f"the server sent a damaged {message['type']}: {error}") from error
+        raise SessionError(f"the server sent a damaged {message['type']}: {error}") from error
+
+
+def audio_of(message: dict[str, Any]) -> Samples:
+    """Return a message's sound, float32 24 kHz; none is empty.
+
+    Raises:
+        SessionError: it is damaged.
+    """
+    encoded = message.get("audio_data")
+    try:
+        return samples_from_f32(decode_base64(encoded, "audio_data") if encoded else b"")
+    except BadAudio as error:
+        raise SessionError(f"the server sent damaged audio: {error}") from error
+
+
+def delta_of(message: dict[str, Any]) -> Delta:
+    """Return a message's piece of an answer. Raises SessionError: its sound is damaged."""
+    return Delta(message.get("text_delta") or "", audio_of(message))
+
+
+def error_of(message: dict[str, Any]) -> ErrorEvent:
+    return ErrorEvent(str(message.get("error") or "unknown error"), str(message.get("slug") or ""))
 
 
 def _queued(message: dict[str, Any]) -> Queued:
@@ -178,16 +219,10 @@ def _prepared(message: dict[str, Any]) -> Prepared:
 
 
 def _result(message: dict[str, Any]) -> Result:
-    encoded = message.get("audio_data")
-    try:
-        data = decode_base64(encoded, "audio_data") if encoded else b""
-        audio = samples_from_f32(data)
-    except BadAudio as error:
-        raise DuplexError(f"the server sent damaged audio: {error}") from error
     return Result(
         is_listen=bool(message.get("is_listen")),
         text=message.get("text") or "",
-        audio=audio,
+        audio=audio_of(message),
         end_of_turn=bool(message.get("end_of_turn")),
         heard=message.get("heard") or "",
         interrupted=bool(message.get("interrupted")),
@@ -200,18 +235,24 @@ def _result(message: dict[str, Any]) -> Result:
     )
 
 
-PARSERS: dict[str, Callable[[dict[str, Any]], Event]] = {
+QUEUE_PARSERS: Final[Parsers[Queued | QueueUpdate | QueueDone]] = {
     "queued": _queued,
     "queue_update": _queue_update,
     "queue_done": lambda message: QueueDone(),
+}
+
+END_PARSERS: Final[Parsers[Stopped | TimedOut | ErrorEvent]] = {
+    "stopped": lambda message: Stopped(),
+    "timeout": lambda message: TimedOut(str(message.get("reason") or "timed out")),
+    "error": error_of,
+}
+
+PARSERS: Final[Parsers[Event]] = {
+    **QUEUE_PARSERS,
+    **END_PARSERS,
     "prepared": _prepared,
     "result": _result,
     "paused": lambda message: Paused(message.get("timeout")),
     "resumed": lambda message: Resumed(),
     "interrupted": lambda message: Interrupted(),
-    "stopped": lambda message: Stopped(),
-    "timeout": lambda message: TimedOut(str(message.get("reason") or "timed out")),
-    "error": lambda message: ErrorEvent(
-        str(message.get("error") or "unknown error"), str(message.get("slug") or "")
-    ),
 }

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
-from client.duplex import DuplexError
-from client.events import Event
+from client.events import Event, SessionError
 from client.journal import Journal, Sent
 from shared.audio import Samples
 
@@ -25,16 +25,41 @@ PROBE_S = 0.02
 Chunk = tuple[Samples, Sequence[bytes]]
 """Float32 16 kHz samples and the JPEG files seen meanwhile."""
 
+Sending = Callable[[], Awaitable[None]]
+"""Sends one chunk."""
 
-class Session(Protocol):
-    """A prepared session; `client.duplex.DuplexClient` is one."""
+EventT = TypeVar("EventT")
+EventT_co = TypeVar("EventT_co", covariant=True)
+EventT_contra = TypeVar("EventT_contra", contravariant=True)
+
+
+class Line(Protocol[EventT_co]):
+    """A prepared session's connection; any `client.connection.SessionClient` is one."""
 
     sent_at: float
     received_at: float
 
+    def __aiter__(self) -> AsyncIterator[EventT_co]: ...
+
+
+class Session(Line[Event], Protocol):
+    """A full-duplex one; `client.duplex.DuplexClient` is one."""
+
     async def send_audio(self, samples: Samples, *, frames: Sequence[bytes] = ()) -> None: ...
 
-    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+class Record(Protocol[EventT_contra]):
+    """Is told what a session sends and gets, with times."""
+
+    problem: str | None
+    slug: str
+
+    @property
+    def n_unanswered(self) -> int: ...
+
+    def send(self, chunk: Sent) -> None: ...
+
+    def take(self, event: EventT_contra, at: float) -> None: ...
 
 
 async def stream(
@@ -46,60 +71,79 @@ async def stream(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Journal:
-    """Send all chunks, take their results; returns when none is owed any more.
+    """Send all chunks, take their results; returns when none is owed any more (see `pace`)."""
+    journal = Journal()
+    sendings = (partial(session.send_audio, samples, frames=frames) for samples, frames in chunks)
+    await pace(session, sendings, journal, begin_at, chunk_s, clock=clock, sleep=sleep)
+    return journal
+
+
+async def pace(
+    line: Line[EventT],
+    sendings: Iterable[Sending | None],
+    record: Record[EventT],
+    begin_at: float,
+    chunk_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Send chunks at the pace of a microphone; returns when no answer is owed any more.
 
     Chunk k leaves at `begin_at + (k + 1) * chunk_s`: a microphone hands a chunk out when its last
-    sample has been recorded. Results that are late never delay the next chunk. The session is
+    sample has been recorded. Answers that are late never delay the next chunk. The session is
     left open, unless it ended by itself.
 
     Args:
+        sendings: one for each chunk, asked for when its first sample is recorded; None: the
+            microphone is off meanwhile.
         begin_at: when the microphone is opened, on `clock`.
-        clock: the one that the session's stamps are of.
+        clock: the one that the line's stamps are of.
     """
-    journal = Journal()
     moved = asyncio.Event()
-    reader = asyncio.create_task(_follow(session, journal, moved))
+    reader = asyncio.create_task(_follow(line, record, moved))
     due = free_at = begin_at
     try:
-        for samples, frames in chunks:
+        for sending in sendings:
             due += chunk_s
             await sleep(max(0.0, due - clock()))
             if reader.done():
                 break
+            if sending is None:
+                continue
             now = clock()
             # Noted before it is sent: a slow connection may bring the answer first.
             chunk = Sent(now, now - max(due, free_at))
-            journal.send(chunk)
-            await session.send_audio(samples, frames=frames)
+            record.send(chunk)
+            await sending()
             free_at = clock()
-            chunk.sent_at = session.sent_at
-            chunk.blocked_s = free_at - session.sent_at
-        await _settle(journal, moved, reader)
-    except DuplexError:
+            chunk.sent_at = line.sent_at
+            chunk.blocked_s = free_at - line.sent_at
+        await _settle(record, moved, reader)
+    except SessionError:
         # The reader knows why the connection has ended.
         await asyncio.wait([reader], timeout=GOODBYE_S)
     finally:
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-    return journal
 
 
-async def _settle(journal: Journal, moved: asyncio.Event, reader: asyncio.Task[None]) -> None:
-    """Wait for the results that are still owed; what has not come by then is missing."""
+async def _settle(record: Record[Any], moved: asyncio.Event, reader: asyncio.Task[None]) -> None:
+    """Wait for the answers that are still owed; what has not come by then is missing."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LAST_RESULTS_S):
-            while journal.n_unanswered and not reader.done():
+            while record.n_unanswered and not reader.done():
                 moved.clear()
                 await moved.wait()
 
 
-async def _follow(session: Session, journal: Journal, moved: asyncio.Event) -> None:
+async def _follow(line: Line[EventT], record: Record[EventT], moved: asyncio.Event) -> None:
     try:
-        async for event in session:
-            journal.take(event, session.received_at)
+        async for event in line:
+            record.take(event, line.received_at)
             moved.set()
-    except DuplexError as error:
-        journal.problem, journal.slug = str(error), error.slug
+    except SessionError as error:
+        record.problem, record.slug = str(error), error.slug
     finally:
         moved.set()
 

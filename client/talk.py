@@ -2,7 +2,8 @@
 
 The file is sent at the pace of a microphone, then silence until the turn has ended and two more
 seconds have passed. Each unit is printed as it comes; the saved answer holds what a listener
-would have heard spoken, without the pauses.
+would have heard spoken, without the pauses. At the end stands where the recording can be seen, if
+the server made one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 
@@ -21,12 +23,12 @@ from client.duplex import (
     DEFAULT_SYSTEM_PROMPT,
     Closed,
     DuplexClient,
-    DuplexError,
     ErrorEvent,
     Event,
     Queued,
     QueueUpdate,
     Result,
+    SessionError,
     Stopped,
     TimedOut,
 )
@@ -227,7 +229,7 @@ async def converse(
             await session.send_audio(samples, frames=frames)
         await session.stop()
         await asyncio.wait([reader], timeout=GOODBYE_S)
-    except DuplexError as error:
+    except SessionError as error:
         # The reader knows why the connection ended; its reason is the better one.
         await asyncio.wait([reader], timeout=GOODBYE_S)
         conversation.problem = conversation.problem or str(error)
@@ -243,7 +245,7 @@ async def _follow(session: DuplexClient, conversation: Conversation) -> None:
             if isinstance(event, Stopped):
                 return
             conversation.take(event)
-    except DuplexError as error:
+    except SessionError as error:
         conversation.problem = str(error)
 
 
@@ -267,15 +269,28 @@ async def run(arguments: argparse.Namespace) -> int:
         if prepared.ignored:
             print(f"this server ignores: {', '.join(prepared.ignored)}", file=sys.stderr)
         conversation = await converse(session, job)
+        recording_id = prepared.recording_session_id
+        recording = recording_address(session.url, recording_id) if recording_id else None
     answer = conversation.answer.samples()
     if answer.size:
         write_wav(arguments.out, answer, OUTPUT_SAMPLE_RATE_HZ)
         print(f"answer: {answer.size / OUTPUT_SAMPLE_RATE_HZ:.1f} s in {arguments.out}")
+    if recording:
+        print(f"recording: {recording}")
     if conversation.problem:
-        raise DuplexError(conversation.problem)
+        raise SessionError(conversation.problem)
     if not answer.size:
-        raise DuplexError("no spoken answer came")
+        raise SessionError("no spoken answer came")
     return 0
+
+
+def recording_address(session_url: str, recording_id: str) -> str:
+    """Return the page of a recorded session, given the address of its socket."""
+    parts = urlsplit(session_url)
+    scheme = "https" if parts.scheme == "wss" else "http"
+    # What stands in front of the socket's own path is where a proxy has the service.
+    service, _, _ = parts.path.rpartition("/ws/")
+    return urlunsplit((scheme, parts.netloc, f"{service}/s/{recording_id}", "", ""))
 
 
 def _print_wait(place: Queued | QueueUpdate) -> None:
@@ -312,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         return asyncio.run(run(arguments))
-    except (DuplexError, MediaError) as error:
+    except (SessionError, MediaError) as error:
         print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

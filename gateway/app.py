@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
+from gateway import relative
 from gateway.clock import Clock
 from gateway.context import Gateway
 from gateway.eta import Durations
-from gateway.faults import FaultDesk
+from gateway.faults import Fault, FaultDesk
 from gateway.pool import Address, Pool
 from gateway.presets import Presets
 from gateway.recording.service import Recordings
@@ -25,6 +26,7 @@ from gateway.requests import Problem, RequestLimits
 from gateway.routes import (
     apps,
     chat,
+    docs,
     health,
     metrics,
     pages,
@@ -51,6 +53,7 @@ ROUTE_SLUGS = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 
 ROUTES = (
     health,
+    docs,
     metrics,
     queue,
     config_routes,
@@ -101,7 +104,7 @@ def create_app(
         pool=pool,
         queue=TicketQueue(pool, config.service.max_queue_size, durations, clock),
         guard=Guard(config.security, is_local=is_loopback(config.service.bind)),
-        desk=FaultDesk(),
+        desk=FaultDesk(default_lang),
         static_dir=static_dir,
         durations=durations,
         default_voice=default_voice,
@@ -131,7 +134,14 @@ def create_app(
         "4XX": {"model": Problem},
         "5XX": {"model": Problem},
     }
-    app = FastAPI(title="Omni Duplex Gateway", lifespan=lifespan, responses=problems)
+    app = FastAPI(
+        title="Omni Duplex Gateway",
+        lifespan=lifespan,
+        responses=problems,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.state.gateway = gateway
     gateway.metrics.watch(gateway)
     for module in ROUTES:
@@ -150,24 +160,26 @@ def default_voice_file(configured: str | None) -> VoiceFile:
 
 
 def _add_error_handlers(app: FastAPI, desk: FaultDesk) -> None:
-    """Give every HTTP error the one shape `{"detail": str, "slug": str}`."""
+    """Give every HTTP error the one shape `{"detail": str, "slug": str}`, or a page."""
 
-    async def fail(request: Request, error: Exception) -> JSONResponse:
-        fault = desk.translate(error, request.url.path)
-        return JSONResponse(fault.body, fault.http_status, dict(fault.headers))
+    async def fail(request: Request, error: Exception) -> Response:
+        return desk.answer(error, request)
 
-    async def fail_validation(request: Request, error: Exception) -> JSONResponse:
+    async def fail_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         return await fail(request, BadMessage(f"{where}: {first['msg']}"))
 
-    async def fail_route(_: Request, error: Exception) -> JSONResponse:
+    async def fail_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        way = relative.without_slash(request.scope)
+        if error.status_code == 404 and way and "endpoint" not in request.scope:
+            # No route has taken it. The framework's own redirect would name our host and path.
+            return RedirectResponse(way + relative.query(request.scope))
         slug = ROUTE_SLUGS.get(error.status_code, "http_error")
-        return JSONResponse(
-            {"detail": error.detail, "slug": slug}, error.status_code, dict(error.headers or {})
-        )
+        fault = Fault(slug, str(error.detail), None, error.status_code)
+        return desk.reply(fault, request, error.headers or {})
 
     app.add_exception_handler(OmniError, fail)
     app.add_exception_handler(RequestValidationError, fail_validation)

@@ -86,7 +86,7 @@ class Wait(Enum):
     HEAD = auto()
     BODY = auto()
     REST = auto()
-    """Of a body whose request has been answered already."""
+    """Of a body whose request has been answered already, or of bytes that are no request."""
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -102,6 +102,8 @@ class HttpConnection(HttpToolsProtocol):
     _n_body_bytes = 0
     """Of the newest read."""
     _is_upgraded = False
+    _is_refused = False
+    """What it sends cannot be read as requests any more, and is thrown away."""
     _deadline: asyncio.TimerHandle | None = None
     _write_deadline: asyncio.TimerHandle | None = None
 
@@ -119,10 +121,12 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         part = self._part
         self._n_body_bytes = 0
         super().data_received(data)
-        if self._is_upgraded or self.transport.is_closing():
+        if self._is_upgraded or self._is_refused or self.transport.is_closing():
             return
         # The read that began the head may have brought the end of the request before it.
         if part is self._part and part is not Part.BETWEEN:
@@ -233,7 +237,14 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse(self, error: OmniError) -> None:
         """Answer a request that no route can be asked about."""
         self.transport.write(refusal(error))
-        self.cut(error.slug)
+        if self.cycle is not None and not self.cycle.response_complete:
+            # It still answers the request before this one.
+            self.cut(error.slug)
+            return
+        self._is_refused = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._limit(Wait.REST)
 
 
 def refusal(error: OmniError) -> bytes:

@@ -102,5 +102,5 @@ def gateway_of(connection: HTTPConnection) -> Gateway:
 
 
 def require_admin(request: Request) -> None:
-    """Raises Unauthorized unless an admin's key came with the request (a FastAPI dependency)."""
+    """Raises Forbidden unless an admin's key came with the request (a FastAPI dependency)."""
     gateway_of(request).guard.check_admin(request)

@@ -12,6 +12,9 @@ from shared.protocol import RequestType, WorkerHealth
 OVERDUE_S = 15.0
 """Remaining time of a run that has outlived its expected length."""
 
+CLEANUP_S = 1.0
+"""Remaining time of a run that has ended, while its worker cleans the slot."""
+
 STARTUP_S = 60.0
 """Remaining time of a start that says nothing about itself."""
 
@@ -53,6 +56,13 @@ class Durations:
             return self.base_s[request_type]
         return learned.mean_s
 
+    def left_s(self, request_type: RequestType, elapsed_s: float, *, is_ending: bool) -> float:
+        """Return the seconds until a run's slot is expected to be free."""
+        if is_ending:
+            return CLEANUP_S
+        left_s = self.expected_s(request_type) - elapsed_s
+        return left_s if left_s > 0 else OVERDUE_S
+
     def learn(self, request_type: RequestType, length_s: float) -> None:
         """Take in one run; the first sample counts as it is."""
         learned = self.learned[request_type]
@@ -61,11 +71,6 @@ class Durations:
         else:
             learned.mean_s += self.alpha * (length_s - learned.mean_s)
         learned.n_samples += 1
-
-
-def remaining(expected_s: float, elapsed_s: float) -> float:
-    left = expected_s - elapsed_s
-    return left if left > 0 else OVERDUE_S
 
 
 def start_left(health: WorkerHealth | None, stages_s: Mapping[str, float]) -> float:

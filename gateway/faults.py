@@ -7,6 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse, Response
+
+from gateway import notices
 from shared.errors import OmniError, http_statuses, slugs
 from shared.logs import cut
 from shared.metrics import OTHER
@@ -64,10 +68,15 @@ def fault_of(error: OmniError) -> Fault:
 
 
 class FaultDesk:
-    """Translates exceptions and keeps the number of each slug."""
+    """Translates exceptions and keeps the number of each slug.
 
-    def __init__(self) -> None:
+    Args:
+        default_lang: of pages, "zh" or "en"; None = what the browser prefers.
+    """
+
+    def __init__(self, default_lang: str | None = None) -> None:
         self.counts: Counter[str] = Counter()
+        self._default_lang = default_lang
 
     def translate(self, error: BaseException, where: str) -> Fault:
         """Return what the client is told; text of unknown exceptions stays in the log.
@@ -85,6 +94,25 @@ class FaultDesk:
             fault = Fault("internal", f"Internal error ({where})", 1011, 500)
         self.count(fault.slug)
         return fault
+
+    def answer(self, error: BaseException, connection: HTTPConnection) -> Response:
+        """Translate what ended a request into the answer to it."""
+        return self.reply(self.translate(error, connection.scope["path"]), connection)
+
+    def reply(
+        self, fault: Fault, connection: HTTPConnection, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        """Return the answer to a request: JSON, or a page where a person reads it.
+
+        Args:
+            headers: of the answer; None = the fault's own.
+        """
+        headers = fault.headers if headers is None else headers
+        if notices.is_wanted(connection):
+            return notices.notice(
+                connection, fault.http_status, fault.message, headers, self._default_lang
+            )
+        return JSONResponse(fault.body, fault.http_status, dict(headers))
 
     def count(self, slug: str) -> None:
         """Count a failure that a client is told."""

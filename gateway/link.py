@@ -151,7 +151,8 @@ class WorkerLink:
     async def send(self, command: Command) -> None:
         """Raises WorkerLost when the connection has ended."""
         assert self._connection is not None
-        self._is_ending |= isinstance(command, Stop)
+        if isinstance(command, Stop):
+            self._is_ending = self._lease.is_ending = True
         n_bytes = n_bytes_of(command)
         try:
             if n_bytes <= LARGE_FRAME_BYTES:
@@ -186,7 +187,7 @@ class WorkerLink:
             case Prepared() | Prefilled():
                 self._has_begun = True
             case Answered():
-                self._is_ending = True
+                self._is_ending = self._lease.is_ending = True
             case Failure(close_code=int(code)) if code != CLOSE_NORMAL:
                 self._is_failed = True
         return event
@@ -199,7 +200,7 @@ class WorkerLink:
         """
         if self._is_retired:
             return
-        self._is_retired = True
+        self._is_retired = self._lease.is_ending = True
         if self._is_lost:
             # Before anybody is given the next lease: it must not be one on the same worker.
             self._lease.release(broken=True)

@@ -79,6 +79,8 @@ class Lease:
         self.session_id = session_id
         self.request_type = request_type
         self.started_at = at
+        self.is_ending = False
+        """The session is over, or about to be; its worker still has to clean the slot."""
         self.released = False
         self.lost = asyncio.Event()
         """Set when the worker has stopped answering."""

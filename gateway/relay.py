@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -27,6 +28,7 @@ from gateway.race import first_to_end
 from gateway.tape import Tape
 from gateway.tickets import Place, Ticket
 from shared.errors import (
+    BadFrame,
     BadMessage,
     FrameTooLarge,
     ServerShutdown,
@@ -57,6 +59,12 @@ log = logging.getLogger(__name__)
 
 FRAME_TOO_LARGE = "frame_too_large"
 """Key of a `websocket.receive` event that stands for a message above the frame limit."""
+
+FRAMING_BROKEN = "framing_broken"
+"""The same for bytes that are no WebSocket frames."""
+
+LAST_WORDS = "last_words"
+"""Key of a `websocket.close` event: a text that goes out right before the close frame, or None."""
 
 LAST_WORDS_S = 1.0
 """For what a worker sent before its connection broke, which explains more than the break does."""
@@ -97,6 +105,7 @@ class Relay:
         if opening.mode != "chat":
             self._asked.set()
         self._is_answered = False
+        self._is_stopped = False
         self._tape = Tape(gateway.recorder, opening)
         self._link: WorkerLink | None = None
         self._is_queue_shown = False
@@ -147,6 +156,8 @@ class Relay:
             raise ClientGone
         if FRAME_TOO_LARGE in message:
             raise FrameTooLarge(f"A message may have {MAX_FRAME_BYTES} bytes at most")
+        if FRAMING_BROKEN in message:
+            raise BadFrame("What came is not framed as RFC 6455 says")
         frame = message.get("text")
         if frame is None:
             raise UnexpectedBinary("Binary frames are not part of this protocol")
@@ -191,22 +202,28 @@ class Relay:
 
     async def _finish(self, fault: Fault | None) -> None:
         """Say the last words, then close; a client that does not read does not delay us."""
-        if fault is not None:
-            if fault.slug == SlowReader.slug:
-                self._outbox.clear()
-            self._outbox.put_last(self._failure(fault.slug, fault.message))
         code = 1000 if fault is None or fault.ws_close is None else fault.ws_close
+        reason = fault.close_reason if fault else ""
+        words = self._failure(fault.slug, fault.message) if fault else None
+        if words is not None:
+            if fault is not None and fault.slug == SlowReader.slug:
+                self._outbox.clear()
+            self._outbox.put_last(words)
+        limit_s = ANSWER_TIMEOUT_S if self._is_answered else FLUSH_TIMEOUT_S
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S if self._is_answered else FLUSH_TIMEOUT_S):
-                while self._outbox:
-                    await self._send_head()
-                await self._socket.close(code, fault.close_reason if fault else "")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    while self._outbox:
+                        await self._send_head()
+            if self._outbox:
+                log.warning("client does not read its last frames")
+            left = words if self._outbox else None
+            close = {"type": "websocket.close", "code": code, "reason": reason, LAST_WORDS: left}
+            await self._socket.send(close)
         except (ClientGone, WebSocketDisconnect, RuntimeError):
             # Gone meanwhile: there is nobody left to tell. starlette and uvicorn report a socket
             # that closed under us as RuntimeError.
             log.debug("client left before the end was told")
-        except TimeoutError:
-            log.warning("client does not read its last frames")
 
     async def _shutdown(self) -> None:
         await self._gateway.closing.wait()
@@ -222,13 +239,18 @@ class Relay:
                 self._put(self._dialect.stopped())
                 return
             assert self._link is not None
-            self._put(self._dialect.queue_done())
-            await first_to_end(
-                self._backward(self._link),
-                self._forward(self._link),
-                self._link.watch(),
-                self._limit_stop(),
-            )
+            self._put(self._dialect.queue_done(self._clock.wall()))
+            try:
+                await first_to_end(
+                    self._backward(self._link),
+                    self._forward(self._link),
+                    self._link.watch(),
+                    self._limit_stop(),
+                )
+            except WorkerLost:
+                # A client that has all it asked for is not told what came after.
+                if not self._is_stopped and not self._is_answered:
+                    raise
         finally:
             if self._link is not None:
                 self._link.retire("client_gone")
@@ -271,12 +293,11 @@ class Relay:
 
     async def _backward(self, link: WorkerLink) -> None:
         """Pass the worker's events on until it has closed the session."""
-        is_stopped = False
         while True:
             event = await link.receive()
             match event:
                 case Closed():
-                    if not is_stopped and not self._is_answered:
+                    if not self._is_stopped and not self._is_answered:
                         raise WorkerLost(f"The worker ended the session: {event.reason}")
                     return
                 case Failure():
@@ -286,7 +307,7 @@ class Relay:
                 case Answered():
                     await self._give_answer(event)
                 case _:
-                    is_stopped |= isinstance(event, Stopped)
+                    self._is_stopped |= isinstance(event, Stopped)
                     self._note(event)
                     self._show(event, 0.0)
 

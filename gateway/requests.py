@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from pydantic import BaseModel
-from starlette.responses import JSONResponse
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.faults import FaultDesk
@@ -101,9 +101,8 @@ class _Exchange:
 
     async def refuse(self, error: OmniError) -> None:
         self._is_refused = True
-        fault = self._desk.translate(error, self._scope["path"])
-        response = JSONResponse(fault.body, fault.http_status, dict(fault.headers))
-        await response(self._scope, self._receive, self._send)
+        answer = self._desk.answer(error, HTTPConnection(self._scope))
+        await answer(self._scope, self._receive, self._send)
 
 
 def most_bytes(path: str) -> int:

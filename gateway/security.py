@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.faults import FaultDesk
 from shared.config import Config, SecurityConfig, is_loopback
-from shared.errors import ForbiddenOrigin, OmniError, TooManySessions, Unauthorized
+from shared.errors import Forbidden, ForbiddenOrigin, OmniError, TooManySessions, Unauthorized
 
 COOKIE = "omni_api_key"
 COOKIE_SAFE = re.compile(r"[!#-+\--:<-\[\]-~]+")
@@ -56,10 +55,10 @@ class Guard:
         return _is_one_of(self._keys, key)
 
     def check_admin(self, connection: HTTPConnection) -> None:
-        """Raises Unauthorized when admin keys are configured and none of them was given."""
+        """Raises Forbidden when admin keys are configured and the key is none of them."""
         given = given_keys(connection)
         if self._admin_keys and not any(_is_one_of(self._admin_keys, key) for key in given):
-            raise Unauthorized("An admin key is needed: Authorization: Bearer <key>")
+            raise Forbidden("This takes a key of an administrator, one of security.admin_keys")
 
     def check_origin(self, connection: HTTPConnection) -> None:
         """Raises ForbiddenOrigin for a browser page that is neither ours nor allowed.
@@ -121,9 +120,7 @@ class GuardMiddleware:
                 self._guard.check_origin(connection)
             self._guard.check_key(connection)
         except OmniError as error:
-            fault = self._desk.translate(error, scope["path"])
-            response = JSONResponse(fault.body, fault.http_status, dict(fault.headers))
-            await response(scope, receive, send)
+            await self._desk.answer(error, connection)(scope, receive, send)
             return
         await self._app(scope, receive, self._with_cookie(connection, send))
 

@@ -213,6 +213,8 @@ class TicketQueue:
 
     def _leases_left_s(self, worker: Worker, now: float) -> list[float]:
         return [
-            eta.remaining(self._durations.expected_s(lease.request_type), now - lease.started_at)
+            self._durations.left_s(
+                lease.request_type, now - lease.started_at, is_ending=lease.is_ending
+            )
             for lease in worker.leases
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,8 @@ class Uploads:
     def __init__(self, most: int) -> None:
         self._most = most
         self._n_running = 0
+        self.examining = asyncio.Lock()
+        """Held while a decoder looks at a file: one crafted file can take its size in memory."""
 
     @contextmanager
     def receiving(self) -> Iterator[None]:

@@ -42,6 +42,14 @@ class UnexpectedBinary(OmniError):
     http_status = 415
 
 
+class BadFrame(OmniError):
+    """Bytes on a WebSocket that are no frames of a client."""
+
+    slug = "bad_frame"
+    ws_close = 1002
+    http_status = 400
+
+
 class BadAudio(BadMessage):
     """Audio bytes that are no audio: odd length, not finite, absurd range, too long."""
 
@@ -121,6 +129,14 @@ class Unauthorized(OmniError):
     slug = "unauthorized"
     ws_close = 1008
     http_status = 401
+
+
+class Forbidden(OmniError):
+    """A key that is known, for something that only an administrator's may do."""
+
+    slug = "forbidden"
+    ws_close = 1008
+    http_status = 403
 
 
 class ForbiddenOrigin(OmniError):
@@ -248,8 +264,15 @@ class NoStorage(OmniError):
     http_status = 507
 
 
+class BadRecordingFile(BadMessage):
+    """An uploaded recording that is no container of its type, or holds no sound and no pictures."""
+
+    slug = "bad_recording_file"
+    http_status = 400
+
+
 class RecordingInUse(OmniError):
-    """A recording whose session lives, or that is being finished, cannot be removed."""
+    """A recording whose session lives, or that is being finished or read, cannot be removed."""
 
     slug = "recording_in_use"
     ws_close = None

@@ -165,7 +165,8 @@ class VadSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """When a turn of the user begins and ends; the defaults are the reference's."""
 
     threshold: float = 0.7
-    """Probability of speech that begins a turn, above 0.15; 0.15 less keeps it going."""
+    """Probability of speech that begins a turn, above 0.05; 0.15 less, if that is not below 0.05,
+    keeps it going."""
     min_speech_ms: float = 128.0
     """Shorter turns are dropped."""
     min_silence_ms: float = 500.0
@@ -230,6 +231,8 @@ class Timings(Struct, frozen=True, forbid_unknown_fields=True):
     decode_ms: float = 0.0
     speech_tokens_ms: float = 0.0
     vocode_ms: float = 0.0
+    ahead_ms: float = 0.0
+    """What was made for this result before its unit was complete; no part of `total_ms`."""
     total_ms: float = 0.0
     """From the unit being complete at the worker to its result being ready."""
 

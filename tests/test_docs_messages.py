@@ -114,7 +114,7 @@ def duplex() -> dict[str, set[str]]:
         protocol.Interrupted(),
         protocol.Stopped(),
     )
-    frames = [G0().queued("t", PLACE), G0().queue_update(PLACE), G0().queue_done()]
+    frames = [G0().queued("t", PLACE), G0().queue_update(PLACE), G0().queue_done(0.0)]
     for frame in frames:
         message = json.loads(frame or "")
         found.setdefault(message.pop("type"), set()).update(message)

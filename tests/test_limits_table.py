@@ -1,4 +1,4 @@
-"""The table of limits in docs/operations.md says what the code does."""
+"""The tables of limits in docs/operations.md and docs/chat.md say what the code does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,21 @@ import pytest
 from shared import errors, limits
 from shared.config import Config
 
-TEXT = (Path(__file__).parents[1] / "docs/operations.md").read_text().partition("## Limits")[2]
-ROWS = re.findall(r"^\| [^|]+ \| (\d+)(?: (\w+))? \| `([\w.]+)` \| ([^|]*)\|$", TEXT, re.M)
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def limits_of(document: str) -> str:
+    return (DOCS / document).read_text().partition("## Limits")[2]
+
+
+def rows(text: str) -> list[tuple[str, str, str, str]]:
+    """Return number, unit, name and what happens beyond it."""
+    return re.findall(r"^\| [^|]+ \| (\d+)(?: (\w+))? \| `([\w.]+)` \| ([^|]*)\|$", text, re.M)
+
+
+TEXT = limits_of("operations.md")
+ROWS = rows(TEXT)
+CHAT = rows(limits_of("chat.md").partition("\n## ")[0])
 UNITS = {"": 1, "s": 1, "KiB": 2**10, "MiB": 2**20}
 NO_LIMITS = {"INPUT_SAMPLE_RATE_HZ", "OUTPUT_SAMPLE_RATE_HZ", "MIB", "IDLE_TIMEOUT_S"}
 """Of `shared.limits`: constants that bound nothing, and the default of a setting."""
@@ -25,7 +38,7 @@ def value_of(name: str) -> float:
     return getattr(importlib.import_module(section), key)
 
 
-@pytest.mark.parametrize(("number", "unit", "name", "beyond"), ROWS, ids=[row[2] for row in ROWS])
+@pytest.mark.parametrize(("number", "unit", "name", "beyond"), sorted({*ROWS, *CHAT}))
 def test_a_row_has_the_codes_own_number(number, unit, name, beyond):
     assert value_of(name) == int(number) * UNITS[unit]
 
@@ -41,6 +54,16 @@ def test_every_limit_has_one_row():
 
 def test_what_happens_beyond_a_limit_is_a_known_slug():
     slugs = {kind.slug for kind in vars(errors).values() if hasattr(kind, "slug")}
-    said = {word for *_, beyond in ROWS for word in re.findall(r"`([a-z_]+)`", beyond)}
+    said = {word for *_, beyond in ROWS + CHAT for word in re.findall(r"`([a-z_]+)`", beyond)}
 
     assert said - slugs - {"dropped"} == set()
+
+
+def test_the_table_for_clients_of_chat_has_all_that_a_request_may_meet():
+    in_chat = {
+        name for _, _, name, beyond in ROWS if "chat" in name or "ends the request" in beyond
+    }
+    shared = {"MAX_IMAGE_PIXELS", "MAX_REFERENCE_VOICE_S", "MAX_SAMPLE_MAGNITUDE"}
+    shared |= {"MAX_FRAME_BYTES", "MAX_CHAT_BODY_BYTES", "MAX_SESSION_MEDIA_BYTES"}
+
+    assert {row[2] for row in CHAT} >= in_chat | {f"shared.limits.{name}" for name in shared}

@@ -31,7 +31,7 @@ class G0:
     def queue_update(self, place: Place) -> str | None:
         return dump({"type": "queue_update", **_place(place)})
 
-    def queue_done(self) -> str | None:
+    def queue_done(self, sent_at: float) -> str | None:
         return dump({"type": "queue_done"})
 
     def stopped(self) -> str:

@@ -166,8 +166,8 @@ class G0Chat(G0):
     def queue_update(self, place: Place) -> str | None:
         return super().queue_update(place) if self._has_queue_events else None
 
-    def queue_done(self) -> str | None:
-        return super().queue_done() if self._has_queue_events else None
+    def queue_done(self, sent_at: float) -> str | None:
+        return super().queue_done(sent_at) if self._has_queue_events else None
 
     def dropped(self, wall_clock_ms: float, sent_at: float) -> str:
         raise AssertionError("a chat request has no chunks")

@@ -39,10 +39,9 @@ NOT_PREPARED = "Not prepared yet"
 TIMEOUT_S = 300.0
 MAX_TIMEOUT_S = 3600.0
 
-# A turn goes on until the probability of speech is 0.15 below the threshold, so one of 0.15 or
-# less would never end.
 VAD: Mapping[str, Check] = {
-    "threshold": number(0.15, 1, exclusive=True),
+    # Below 0.05 everything is silence. The page of the demo offers 0.1 to 0.95.
+    "threshold": number(0.05, 1, exclusive=True),
     "min_speech_duration_ms": number(0, 10_000),
     "min_silence_duration_ms": number(0, 10_000),
     "speech_pad_ms": number(0, 2000),
@@ -78,7 +77,8 @@ class G0HalfDuplex(G0):
         self._session_id = session_id
         self._is_prepare_sent = False
         self._timeout_s = TIMEOUT_S
-        self._prepared_at: float | None = None
+        self._began_at: float | None = None
+        """When the session was prepared, or before that, when it got its place."""
         self._n_chunks = 0
         """Of the answer that is under way."""
 
@@ -128,9 +128,13 @@ class G0HalfDuplex(G0):
 
     # ---- gateway and worker -> client
 
+    def queue_done(self, sent_at: float) -> str | None:
+        self._began_at = sent_at
+        return super().queue_done(sent_at)
+
     def failure(self, slug: str, message: str, sent_at: float) -> str:
         if slug == SessionTimeout.slug:
-            began_at = sent_at if self._prepared_at is None else self._prepared_at
+            began_at = sent_at if self._began_at is None else self._began_at
             return dump(
                 {
                     "type": "timeout",
@@ -149,7 +153,7 @@ class G0HalfDuplex(G0):
     def event(self, event: Event, wall_clock_ms: float, sent_at: float) -> tuple[str, ...]:
         match event:
             case protocol.Prepared():
-                self._prepared_at = sent_at
+                self._began_at = sent_at
                 message = {
                     "type": "prepared",
                     "session_id": self._session_id,

@@ -67,9 +67,12 @@ def _n_marks(frame: str | bytes | bytearray) -> int:
 
 
 def shown(value: object) -> str:
-    """A client's value, short enough for an error text."""
+    """A client's value in the words of JSON, short enough for an error text."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "an array"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    # Strings as Python writes them: it escapes what would break a line of a log.
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
 

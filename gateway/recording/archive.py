@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from gateway.recording.store import files_of
+from gateway.recording.store import files_of, kept
 
 PIECE_BYTES: Final = 256 * 1024
 COMPRESSED: Final = frozenset({".json", ".txt", ".wav"})
@@ -39,10 +39,13 @@ class _Sink:
 def pieces(folder: Path) -> Iterator[bytes]:
     """Yield the zip of all readable files; about one `PIECE_BYTES` is in memory at a time.
 
-    A file that vanishes before its turn is left out.
+    The recording is not removed before the end. A file that vanishes before its turn is left out.
+
+    Raises:
+        OSError: the folder cannot be opened.
     """
     sink = _Sink()
-    with zipfile.ZipFile(sink, "w", allowZip64=True) as archive:
+    with kept(folder), zipfile.ZipFile(sink, "w", allowZip64=True) as archive:
         for path in files_of(folder):
             yield from _member(archive, sink, path, f"{folder.name}/{path.relative_to(folder)}")
     yield sink.take()

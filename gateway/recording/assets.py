@@ -18,6 +18,7 @@ IMAGE_KINDS: Final = (
     (b"GIF8", "gif"),
     (b"RIFF", "webp"),
 )
+FOLDERS: Final = ("user_audio", "user_frames", "user_images", "user_videos", "ai_audio")
 WEBM_MAGIC: Final = b"\x1aE\xdf\xa3"
 
 
@@ -35,6 +36,8 @@ def pcm16(samples: Samples) -> bytes:
 
 class Assets:
     """Writes files into the folder of a recording; returns the path of each within it.
+
+    All of them lie in `FOLDERS`; whatever a link there leads to is left alone.
 
     Raises:
         OSError: from every method.
@@ -69,7 +72,11 @@ class Assets:
 
     def _place(self, name: str) -> Path:
         path = self.folder / name
+        if path.parent.is_symlink():
+            path.parent.unlink()
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        # An earlier run may have come so far; a link would be written through.
+        path.unlink(missing_ok=True)
         return path
 
 

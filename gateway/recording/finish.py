@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import wave
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -20,12 +22,13 @@ from typing import Any, Final
 import av
 
 from gateway.recording import journal, replay
-from gateway.recording.assets import Assets
-from gateway.recording.journal import END
+from gateway.recording.assets import FOLDERS, Assets
+from gateway.recording.journal import END, LogDamaged
 from gateway.recording.store import META, RECORDING, read_json, write_atomically, write_json
 from gateway.recording.turns import ChatTurns, SpokenTurns
 from gateway.recording.units import Units
 from shared import logs
+from shared.errors import slugs
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ def finish(folder: Path) -> None:
     """Turn the log of a recording into its files; nothing happens if there is none or it is in use.
 
     Raises:
-        OSError: the disk does not take it; what was there before, the log too, is still there.
+        OSError: the disk does not take it; there is what was there before, the log too.
     """
     with journal.locked(folder) as is_ours:
         log_file = folder / journal.NAME
@@ -80,9 +83,11 @@ def finish(folder: Path) -> None:
         else:
             try:
                 _make(folder)
-            except (OSError, SystemExit):
+            except (OSError, SystemExit) as error:
                 # Neither says anything about the log.
                 (folder / ATTEMPTS).unlink(missing_ok=True)
+                if isinstance(error, OSError):
+                    _clear(folder)
                 raise
             log_file.unlink()
         (folder / ATTEMPTS).unlink(missing_ok=True)
@@ -98,16 +103,35 @@ def _make(folder: Path) -> None:
     else:
         builder = ChatTurns(assets) if app_type == "chat" else SpokenTurns(assets)
         mode = app_type
-    duration_s, reason = 0.0, INTERRUPTED
-    for record in journal.read(folder / journal.NAME):
-        duration_s = max(duration_s, record.at)
-        if record.kind == END:
-            reason = record.reason
-        builder.take(record)
+    duration_s, reason, problems = 0.0, INTERRUPTED, []
+    try:
+        for record in journal.read(folder / journal.NAME):
+            duration_s = max(duration_s, record.at)
+            if record.kind == END:
+                reason = record.reason
+            builder.take(record)
+    except LogDamaged:
+        log.warning("damaged log recording=%s at_s=%.1f", folder.name, duration_s)
+        problems.append(f"The log is damaged behind {duration_s:.1f} s; the rest is lost")
+    if reason in slugs():
+        builder.fail(reason)
     body = {**_head(meta, mode), "end_reason": reason, **builder.body}
     if isinstance(builder, Units):
-        body |= _replay(folder, body["chunks"], app_type == FILMED_APP)
+        replayed = _replay(folder, body["chunks"], app_type == FILMED_APP)
+        problems += filter(None, [replayed.pop("problem", None)])
+        body |= replayed
+    if problems:
+        body["problem"] = "; ".join(problems)
     _save(folder, meta, body, duration_s)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what has been made: on a full disk the half of it would be in everybody's way."""
+    for name in FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in (replay.WAV, replay.MP4):
+        with suppress(OSError):
+            (folder / name).unlink()
 
 
 def _replay(folder: Path, chunks: list[dict[str, Any]], with_film: bool) -> dict[str, Any]:
@@ -130,7 +154,8 @@ def _give_up(folder: Path) -> None:
     head = _head(meta, "duplex" if is_duplex else str(meta.get("app_type", "")))
     problem = f"The log could not be read in {MAX_ATTEMPTS} attempts"
     log.error("given up recording=%s", folder.name)
-    body = {**head, "chunks" if is_duplex else "turns": [], "problem": problem}
+    what = "chunks" if is_duplex else "turns"
+    body = {**head, "end_reason": INTERRUPTED, what: [], "problem": problem}
     _save(folder, meta, body, 0.0)
 
 
@@ -149,7 +174,7 @@ def _save(folder: Path, meta: dict[str, Any], body: dict[str, Any], duration_s: 
     try:
         began_at = datetime.fromisoformat(meta["created_at"])
         meta["ended_at"] = (began_at + timedelta(seconds=duration_s)).isoformat()
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         log.warning("meta.json has no time of its begin recording=%s", folder.name)
     write_json(folder / META, meta)
     content = json.dumps(body, ensure_ascii=False).encode(errors="replace")

@@ -48,6 +48,10 @@ class Record:
     reason: str = ""
 
 
+class LogDamaged(Exception):
+    """A record is not what was written; what stands behind it cannot be trusted."""
+
+
 class Journal:
     """The log of a session that lives. Used by the writer's thread only.
 
@@ -78,16 +82,17 @@ class Journal:
 def read(path: Path) -> Iterator[Record]:
     """Yield the whole records of a log, one in memory at a time.
 
-    It ends before the first record that is torn or altered. A record that this version does not
-    know (a log that an older one has left behind) is passed over.
+    It ends before a last record that is torn. A record that this version does not know (a log that
+    an older one has left behind) is passed over.
 
     Raises:
         OSError: the file cannot be read.
+        LogDamaged: after all records before the first one that is altered.
     """
     with path.open("rb") as file:
         left = os.fstat(file.fileno()).st_size - len(MAGIC)
-        if file.read(len(MAGIC)) != MAGIC:
-            return
+        if not MAGIC.startswith(file.read(len(MAGIC))):
+            raise LogDamaged
         while left >= _HEAD.size:
             length, crc, kind, at, wall_clock_ms = _HEAD.unpack(file.read(_HEAD.size))
             left -= _HEAD.size + length
@@ -96,7 +101,7 @@ def read(path: Path) -> Iterator[Record]:
             payload = file.read(length)
             checked = zlib.crc32(_CHECKED.pack(kind, at, wall_clock_ms))
             if len(payload) < length or zlib.crc32(payload, checked) != crc:
-                return
+                raise LogDamaged
             record = _decode(kind, at, wall_clock_ms, payload)
             if record is not None:
                 yield record

@@ -54,7 +54,7 @@ class JournalRecorder:
     ) -> JournalRecording | None:
         if not self._has_room():
             # No id either: the client would be shown a recording that never exists.
-            log.warning("not recorded, the disk is full")
+            log.warning("not recorded, the disk has no room or cannot be written to")
             return None
         began_at = datetime.fromtimestamp(self._clock.wall(), tz=UTC)
         local = began_at.astimezone()
@@ -67,7 +67,7 @@ class JournalRecorder:
             "ended_at": None,
             "duration_s": None,
             "worker_id": worker_id,
-            "title": f"对话 {local:%m-%d %H:%M}",
+            "title": f"{local:%Y-%m-%d %H:%M}",
             "config": dict(config),
         }
         loop = asyncio.get_running_loop()

@@ -105,6 +105,8 @@ def merge(folder: Path, chunks: Sequence[dict[str, Any]], with_film: bool) -> di
         raise ReplayTooLong
     # Dots in front: nobody is shown a half of them.
     sound_part, film_part = folder / f".{WAV}", folder / f".{MP4}"
+    for part in (sound_part, film_part):
+        part.unlink(missing_ok=True)
     film = _film(film_part, folder, chunks) if with_film else None
     try:
         with wave.open(str(sound_part), "wb") as writer:

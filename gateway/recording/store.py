@@ -10,6 +10,7 @@ A name that begins with a dot is work in progress and is shown to nobody.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -17,8 +18,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 META: Final = "meta.json"
 RECORDING: Final = "recording.json"
 COMMENT: Final = "comment.txt"
+
+MAKING: Final = ".making-"
+DELETING: Final = ".deleting-"
 
 ID: Final = re.compile(r"[A-Za-z0-9_-]{1,200}")
 MAX_SESSION_PART: Final = 64
@@ -74,35 +78,45 @@ class Store:
     def has_room(self) -> bool:
         """Whether another recording may begin; True where nobody can tell."""
         folder = next(path for path in (self.root, *self.root.parents) if path.is_dir())
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return False
         try:
             return shutil.disk_usage(folder).free >= MIN_FREE_BYTES
         except OSError:
             return True
 
-    def create(self, recording_id: str, meta: Mapping[str, Any]) -> Path:
+    def create(
+        self,
+        recording_id: str,
+        meta: Mapping[str, Any],
+        fill: Callable[[Path], None] = lambda _: None,
+    ) -> Path:
         """Make the folder of a new recording and return it.
+
+        Args:
+            fill: writes into the folder, wherever it is then, before anybody can see it.
 
         Raises:
             OSError: the disk refuses; nothing is left.
             TypeError, ValueError: JSON cannot hold `meta`; the same.
         """
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = self.root / recording_id
-        folder.mkdir(mode=0o700)
+        making = self.root / f"{MAKING}{recording_id}"
+        making.mkdir(mode=0o700)
         try:
-            write_json(folder / META, meta)
+            write_json(making / META, meta)
+            fill(making)
+            return making.rename(self.root / recording_id)
         except (OSError, TypeError, ValueError):
-            # Without `meta.json` nobody would ever take it for a recording and remove it.
-            folder.rmdir()
+            shutil.rmtree(making, ignore_errors=True)
             raise
-        return folder
 
     def find(self, recording_id: str) -> Path | None:
-        """Return the folder of a recording; None: there is none of this name."""
+        """Return the folder of a recording; None: there is none of this name, or it is a link."""
         if not ID.fullmatch(recording_id):
             return None
         folder = self.root / recording_id
-        return folder if (folder / META).is_file() else None
+        return folder if is_own_file(folder / META) and not os.path.islink(folder) else None
 
     def folders(self) -> Iterator[Path]:
         """Yield the folder of everything that is a recording."""
@@ -117,7 +131,7 @@ class Store:
 
     def unfinished(self) -> list[Path]:
         """Return the folders whose log has not been turned into a recording."""
-        return [folder for folder in self.folders() if (folder / journal.NAME).is_file()]
+        return [folder for folder in self.folders() if is_own_file(folder / journal.NAME)]
 
     def summaries(self) -> list[Summary]:
         """Return all recordings with a valid `meta.json`, the newest first."""
@@ -132,37 +146,41 @@ class Store:
         """Remove a recording; False: there is none of this name.
 
         Raises:
-            RecordingInUse: its session lives or it is being finished.
+            RecordingInUse: its session lives, it is being finished, or somebody is at all of it.
             OSError: it cannot be removed.
         """
         folder = self.find(recording_id)
         if folder is None:
             return False
-        doomed = self.root / f".deleting-{recording_id}-{secrets.token_hex(4)}"
-        with journal.locked(folder) as is_ours:
-            if not is_ours:
-                raise RecordingInUse("This recording is still being made")
-            # First out of sight as a whole, so that nobody sees a half of it.
-            folder.rename(doomed)
+        doomed = self.root / f"{DELETING}{recording_id}-{secrets.token_hex(4)}"
+        try:
+            with _alone(folder), journal.locked(folder) as is_ours:
+                if not is_ours:
+                    raise RecordingInUse("This recording is still being made")
+                # First out of sight as a whole, so that nobody sees a half of it.
+                folder.rename(doomed)
+        except FileNotFoundError:
+            return False  # somebody else was faster
         shutil.rmtree(doomed)
         return True
 
     def sweep(self) -> None:
-        """Remove what an earlier process was about to remove, to receive or to write.
+        """Remove what an earlier process was about to remove, to make, to receive or to write.
 
-        Half-made files of the last hour stay: somebody may be at them.
+        What was half made in the last hour stays: somebody may be at it.
 
         Raises:
-            OSError: the folder cannot be read or changed.
+            OSError: the folder cannot be read. What cannot be removed stays.
         """
         if not self.root.is_dir():
             return
-        for doomed in self.root.glob(".deleting-*"):
+        for doomed in self.root.glob(f"{DELETING}*"):
             shutil.rmtree(doomed, ignore_errors=True)
-        before = time.time() - STALE_S
-        for part in self.root.glob("*/.*-*"):
-            with suppress(FileNotFoundError):
-                if part.stat().st_mtime < before:
+        for made in filter(_is_stale, self.root.glob(f"{MAKING}*")):
+            shutil.rmtree(made, ignore_errors=True)
+        for folder in self.folders():
+            for part in filter(_is_stale, folder.glob(".*-*")):
+                with suppress(OSError):
                     part.unlink()
 
     def _summary(self, folder: Path, known: dict[str, tuple[object, Summary]]) -> Summary | None:
@@ -175,8 +193,8 @@ class Store:
             summary = summary_of(folder)
             if summary is not None and not (folder / journal.NAME).exists():
                 known[folder.name] = (seen, summary)
-        except FileNotFoundError:
-            return None  # removed meanwhile
+        except OSError:
+            return None  # removed meanwhile, or the disk fails there: the others are shown
         return summary
 
 
@@ -196,7 +214,7 @@ def summary_of(folder: Path) -> Summary | None:
             duration_s=duration_s if isinstance(duration_s, int | float) else None,
             n_bytes=size_of(folder),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -211,7 +229,7 @@ def files_of(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            if not is_private(name):
+            if not is_private(name) and is_own_file(Path(parent, name)):
                 yield Path(parent, name)
 
 
@@ -220,14 +238,64 @@ def is_private(name: str) -> bool:
     return name.startswith(".") or name == journal.NAME
 
 
+def is_own_file(path: Path) -> bool:
+    """Whether a file is there, and not a link, which may lead out of its recording."""
+    return os.path.isfile(path) and not os.path.islink(path)
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """Keep a recording from being removed while somebody is at all of its files.
+
+    Several may at a time, in several processes too.
+
+    Raises:
+        OSError: the folder cannot be opened.
+    """
+    with _open_folder(folder) as opened:
+        # Nobody holds it alone for longer than a rename takes.
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_SH)
+        yield
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Raises RecordingInUse: it is `kept`. OSError: the folder cannot be opened."""
+    with _open_folder(folder) as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RecordingInUse("Somebody is at the files of this recording") from error
+        except OSError:
+            pass  # a network disk that has no locks for folders: `kept` could not be told either
+        yield
+
+
+@contextmanager
+def _open_folder(folder: Path) -> Iterator[int]:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        return path.lstat().st_mtime < time.time() - STALE_S
+    except OSError:
+        return False
+
+
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files; one that vanishes meanwhile counts as nothing."""
+    """Return the bytes of all files; one that vanishes or cannot be seen counts as nothing."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:
+            except OSError:
                 continue
     return total
 
@@ -236,7 +304,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object; an empty one for a file that is missing or holds none."""
     try:
         body = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
 

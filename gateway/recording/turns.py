@@ -71,6 +71,11 @@ class _Turns:
         self._open: _Open | None = None
         self._last_at = 0.0
 
+    def fail(self, slug: str) -> None:
+        """The session has failed: note it in the turn that is open, unless its worker said why."""
+        if self._open is not None:
+            self._open.entry.setdefault("error", slug)
+
     @property
     def body(self) -> dict[str, Any]:
         if self._open is not None:

@@ -36,6 +36,14 @@ class Units:
                 if chunk is not None:
                     chunk["error"] = record.message.slug
 
+    def fail(self, slug: str) -> None:
+        """The session has failed: note it where it owed an answer, or in the turn it broke off."""
+        broken = list(self._unanswered.values())
+        if not broken and self._is_turn_open:
+            broken = self._chunks[-1:]
+        for chunk in broken:
+            chunk["error"] = slug
+
     @property
     def body(self) -> dict[str, Any]:
         return {"chunks": self._chunks}

@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
+import av
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
-from shared.errors import BadMessage, NoStorage, PayloadTooLarge
+from gateway.recording.store import kept
+from gateway.uploads import Uploads
+from shared.errors import BadMessage, BadRecordingFile, NoStorage, PayloadTooLarge
 from shared.limits import MIB
 
 MAX_UPLOAD_BYTES: Final = 200 * MIB
@@ -31,6 +34,9 @@ TYPES: Final = {
     "audio/mp4": "mp4",
 }
 """Of the part, without parameters -> extension. The last one is Safari's."""
+
+FORMATS: Final = {"webm": "matroska,webm", "mp4": "mov,mp4,m4a,3gp,3g2,mj2", "wav": "wav"}
+"""FFmpeg's names of the containers that each extension may hold."""
 
 
 class _Form:
@@ -107,7 +113,9 @@ class UnsupportedType(BadMessage):
     http_status = 400
 
 
-async def receive(folder: Path, content_type: str, body: AsyncIterator[bytes]) -> tuple[Path, int]:
+async def receive(
+    folder: Path, content_type: str, body: AsyncIterator[bytes], uploads: Uploads
+) -> tuple[Path, int]:
     """Store the form's file; an earlier one of the same kind is replaced once this is complete.
 
     Returns where it is and its bytes.
@@ -117,7 +125,9 @@ async def receive(folder: Path, content_type: str, body: AsyncIterator[bytes]) -
 
     Raises:
         BadMessage: no form, none with a field `file`, or not all of it.
+        TooManyConnections: others are under way.
         UnsupportedType: see `TYPES`.
+        BadRecordingFile: it is not of the type that it is said to be.
         PayloadTooLarge: the file has more than `MAX_UPLOAD_BYTES`.
         NoStorage: the disk does not take it.
     """
@@ -127,17 +137,21 @@ async def receive(folder: Path, content_type: str, body: AsyncIterator[bytes]) -
         raise BadMessage("expected a multipart form with a field named file")
     form = _Form(boundary)
     part = folder / f".upload-{secrets.token_hex(8)}"
+    target = folder / STEM
     try:
-        async for data in body:
-            form.feed(data)
-            if len(form.arrived) >= WRITE_BYTES:
-                await asyncio.to_thread(_append, part, bytes(form.arrived))
-                form.arrived.clear()
-        if not form.is_complete or not form.n_bytes:
-            raise BadMessage("the form has no file in a field named file")
-        await asyncio.to_thread(_append, part, bytes(form.arrived))
-        target = folder / f"{STEM}.{form.extension}"
-        part.replace(target)
+        with uploads.receiving(), kept(folder):
+            async for data in body:
+                form.feed(data)
+                if len(form.arrived) >= WRITE_BYTES:
+                    await asyncio.to_thread(_append, part, bytes(form.arrived))
+                    form.arrived.clear()
+            if not form.is_complete or not form.n_bytes:
+                raise BadMessage("the form has no file in a field named file")
+            await asyncio.to_thread(_append, part, bytes(form.arrived))
+            async with uploads.examining:
+                await asyncio.to_thread(_look_at, part, form.extension)
+            target = target.with_suffix(f".{form.extension}")
+            part.replace(target)
     except OSError as error:
         raise NoStorage("The recording cannot be stored") from error
     except ClientDisconnect as error:
@@ -145,6 +159,20 @@ async def receive(folder: Path, content_type: str, body: AsyncIterator[bytes]) -
     finally:
         part.unlink(missing_ok=True)
     return target, form.n_bytes
+
+
+def _look_at(path: Path, extension: str) -> None:
+    """Raises BadRecordingFile: no container of this kind with sound or pictures. OSError."""
+    options = {"format_whitelist": FORMATS[extension]}
+    try:
+        # A file, not its path: nothing that it names can be opened.
+        with path.open("rb") as file, av.open(file, "r", container_options=options) as container:
+            media = [*container.streams.video, *container.streams.audio]
+            is_filled = bool(media) and any(packet.size for packet in container.demux(media))
+    except (av.error.FFmpegError, ValueError) as error:
+        raise BadRecordingFile(f"The file is no {extension} that can be read") from error
+    if not is_filled:
+        raise BadRecordingFile("The file holds neither sound nor pictures")
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -139,8 +139,7 @@ class Writer:
     def _write(self, item: _Item) -> None:
         target = item.target
         if item.kind is None:
-            target.folder = self.store.create(target.recording_id, target.meta)
-            target.journal = Journal(target.folder)
+            self._begin(target)
             return
         if target.journal is None:
             return
@@ -151,6 +150,13 @@ class Writer:
         assert item.message is not None
         payload = encode(without_voices(item.message))
         target.journal.append(item.kind, item.at, item.wall_clock_ms, payload)
+
+    def _begin(self, target: Target) -> None:
+        def open_log(folder: Path) -> None:
+            # Locked before the folder can be seen: nobody may finish or remove it from then on.
+            target.journal = Journal(folder)
+
+        target.folder = self.store.create(target.recording_id, target.meta, open_log)
 
     def _give_up(self, target: Target, error: Exception) -> None:
         strerror = error.strerror if isinstance(error, OSError) else None

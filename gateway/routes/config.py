@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.context import Gateway, gateway_of, require_admin
+from gateway.dialects.g0_values import MAX_SHOWN_CHARS
 from shared.config import ExpectedSeconds
 from shared.protocol import RequestType
 
@@ -23,9 +24,9 @@ WIRE_NAMES: dict[RequestType, str] = {
 
 class EtaChange(BaseModel):
     """Expected lengths in seconds and the weight of the newest sample; what is missing or null
-    stays as it is."""
+    stays as it is. Names that are not known come too: the demo's page sends one of its own."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     eta_chat_s: ExpectedSeconds | None = None
     eta_half_duplex_s: ExpectedSeconds | None = None
@@ -41,7 +42,8 @@ async def show_eta(request: Request) -> dict[str, Any]:
 
 @router.put("/eta", dependencies=[Depends(require_admin)])
 async def change_eta(request: Request, change: EtaChange) -> dict[str, Any]:
-    """Takes effect at once and lasts until the gateway ends; what was learned stays."""
+    """Takes effect at once and lasts until the gateway ends; what was learned stays. The answer
+    names in `ignored` what has no effect."""
     gateway = gateway_of(request)
     values = change.model_dump(exclude_none=True)
     durations = gateway.durations
@@ -49,7 +51,8 @@ async def change_eta(request: Request, change: EtaChange) -> dict[str, Any]:
     for request_type, name in WIRE_NAMES.items():
         durations.base_s[request_type] = values.get(f"eta_{name}_s", durations.base_s[request_type])
     gateway.queue.estimate_anew()
-    return _report(gateway)
+    ignored = sorted(name[:MAX_SHOWN_CHARS] for name in change.model_extra or ())
+    return {**_report(gateway), "ignored": ignored}
 
 
 def _report(gateway: Gateway) -> dict[str, Any]:

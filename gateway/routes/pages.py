@@ -13,11 +13,13 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import FileResponse, RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 
+from gateway import relative
 from gateway.context import gateway_of
 
 router = APIRouter()
 
 NO_CACHE = "no-cache"
+NO_STORE = {"Cache-Control": "no-store"}
 INDEX = "index.html"
 APP_PAGES = {
     "turnbased": ("turnbased.html", "chat.html"),
@@ -147,5 +149,5 @@ def _first(static_dir: Path, names: tuple[str, ...]) -> Path | None:
 
 def _redirect(request: Request, path: str) -> Response:
     # A key in the address has to arrive; without no-store a page that is enabled again stays lost.
-    query = f"?{request.url.query}" if request.url.query else ""
-    return RedirectResponse(path + query, 302, {"Cache-Control": "no-store"})
+    way = relative.way_up(request.scope) + path.removeprefix("/") or "./"
+    return RedirectResponse(way + relative.query(request.scope), 302, NO_STORE)

@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from gateway import eta
 from gateway.context import Gateway, gateway_of
 from gateway.tickets import Ticket
 
@@ -76,8 +75,8 @@ def running_tasks(gateway: Gateway) -> list[dict[str, Any]]:
             "started_at": gateway.clock.date(lease.started_at),
             "elapsed_s": round(now - lease.started_at, 1),
             "estimated_remaining_s": round(
-                eta.remaining(
-                    gateway.durations.expected_s(lease.request_type), now - lease.started_at
+                gateway.durations.left_s(
+                    lease.request_type, now - lease.started_at, is_ending=lease.is_ending
                 ),
                 1,
             ),

@@ -13,8 +13,15 @@ from pydantic import BaseModel
 
 from gateway.context import Gateway, gateway_of
 from gateway.recording import archive, upload
-from gateway.recording.store import COMMENT, META, RECORDING, is_private, write_atomically
-from shared.errors import NoStorage, OmniError
+from gateway.recording.store import (
+    COMMENT,
+    META,
+    RECORDING,
+    is_own_file,
+    is_private,
+    write_atomically,
+)
+from shared.errors import BadMessage, NoStorage, OmniError
 
 router = APIRouter()
 
@@ -76,8 +83,8 @@ async def download(request: Request, recording_id: str) -> StreamingResponse:
 async def upload_recording(request: Request, recording_id: str) -> dict[str, Any]:
     folder = _folder(request, recording_id)
     content_type = request.headers.get("content-type", "")
-    with gateway_of(request).recordings.uploads.receiving():
-        path, n_bytes = await upload.receive(folder, content_type, request.stream())
+    uploads = gateway_of(request).recordings.uploads
+    path, n_bytes = await upload.receive(folder, content_type, request.stream(), uploads)
     return {"status": "ok", "path": path.name, "size_bytes": n_bytes}
 
 
@@ -88,8 +95,12 @@ async def put_comment(request: Request, recording_id: str, body: Comment) -> dic
     if len(text) > MAX_COMMENT_CHARS:
         raise CommentTooLong(f"A comment may have {MAX_COMMENT_CHARS} characters at most")
     try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        # JSON can escape one half of a surrogate pair; as text it means nothing.
+        raise BadMessage("comment: half of a surrogate pair is no character") from error
+    try:
         if text:
-            content = text.encode(errors="replace")
             await asyncio.to_thread(write_atomically, path, content)
         else:
             path.unlink(missing_ok=True)
@@ -101,6 +112,8 @@ async def put_comment(request: Request, recording_id: str, body: Comment) -> dic
 @router.get("/api/sessions/{recording_id}/comment")
 async def get_comment(request: Request, recording_id: str) -> dict[str, str]:
     path = _folder(request, recording_id) / COMMENT
+    if not is_own_file(path):
+        return {"comment": ""}
     try:
         return {"comment": path.read_text(encoding="utf-8", errors="replace")}
     except FileNotFoundError:
@@ -184,6 +197,6 @@ def _inside(folder: Path, path: str) -> Path | None:
 
 
 def _json_file(path: Path, missing: str) -> Response:
-    if not path.is_file():
+    if not is_own_file(path):
         raise HTTPException(404, missing)
     return FileResponse(path, media_type="application/json", headers=HEADERS)

@@ -20,7 +20,10 @@ export class Refusal extends Error {
   }
 }
 
-// JSON of a route. Raises Refusal, or what the browser says without an answer.
+// No answer at all: the service or the way to it is down.
+export class Silence extends Error {}
+
+// JSON of a route. Raises Refusal or Silence.
 export function getJson(path) {
   return ask(path, {});
 }
@@ -30,7 +33,9 @@ export function sendJson(method, path, body) {
 }
 
 async function ask(path, options) {
-  const reply = await fetch(serviceUrl(path), options);
+  const reply = await fetch(serviceUrl(path), options).catch(({ message }) => {
+    throw new Silence(message);
+  });
   if (reply.ok) return reply.json();
   const { detail } = await reply.json().catch(() => ({}));
   throw new Refusal(reply.status, typeof detail === "string" ? detail : `HTTP ${reply.status}`);

@@ -7,14 +7,24 @@ const TIMEOUT_MS = 10_000;
 
 export class ApiError extends Error {
   // status: the reply's, or 0 when there was none.
-  constructor(status, message) {
+  constructor(status, message, slug = "") {
     super(message);
     this.status = status;
+    this.slug = slug;
+  }
+
+  // Another key would help: none was given, or one that is not an administrator's.
+  get needsKey() {
+    return this.status === 401 || this.slug === "forbidden";
   }
 }
 
 export function rememberKey(key) {
   sessionStorage.setItem(STORED_AS, key);
+}
+
+export function hasKey() {
+  return sessionStorage.getItem(STORED_AS) !== null;
 }
 
 export function get(path) {
@@ -38,7 +48,7 @@ export async function send(method, path, body) {
   const content = isJson ? await reply.json() : await reply.text();
   if (!reply.ok) {
     const said = typeof content?.detail === "string" ? content.detail : `HTTP ${reply.status}`;
-    throw new ApiError(reply.status, said);
+    throw new ApiError(reply.status, said, content?.slug);
   }
   return content;
 }

@@ -1,6 +1,6 @@
 // What the administration page shows beside its tables: counts, app switches, waiting times.
 
-import { t } from "./i18n.js";
+import { setText, t } from "./i18n.js";
 
 const COUNTS = [
   "idle_workers", "busy_workers", "loading_workers", "error_workers", "offline_workers",
@@ -85,6 +85,7 @@ export class EtaForm {
     const field = document.createElement("p");
     const label = document.createElement("label");
     label.htmlFor = `eta-${name}`;
+    setText(label, `admin.${name}`);
     const input = document.createElement("input");
     const bounds = name === "ema_alpha" ? { min: "0.01", max: "1", step: "0.01" } : { min: "0.1", max: "86400", step: "0.1" };
     Object.assign(input, { id: `eta-${name}`, type: "number", required: true, ...bounds });
@@ -105,7 +106,6 @@ export class EtaForm {
     for (const name of ETA_FIELDS) {
       const input = this.input(name);
       if (!this.isEdited) input.value = report.config[name];
-      input.previousElementSibling.textContent = t(`admin.${name}`);
       input.nextElementSibling.textContent = this.learned(name);
     }
   }

@@ -45,6 +45,7 @@ export class LatencyChart {
     this.now = now;
     this.before = null;
     this.points = [];
+    this.draw();
   }
 
   // text: a reading of the metrics.

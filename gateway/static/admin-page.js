@@ -1,7 +1,7 @@
 // The administration page: asks the gateway every few seconds and shows what it says.
 
 import { hideKey } from "./address.js";
-import { ApiError, get, rememberKey, send } from "./admin-api.js";
+import { ApiError, get, hasKey, rememberKey, send } from "./admin-api.js";
 import { AppSwitches, EtaForm, showService } from "./admin-controls.js";
 import { LatencyChart } from "./admin-latency.js";
 import { makeTables } from "./admin-tables.js";
@@ -77,16 +77,18 @@ class Administration {
   // A part that this service does not have says so and is no error.
   forgive(name, error) {
     if (!(error instanceof ApiError)) throw error;
+    if (error.needsKey) this.tables[name]?.say(t("admin.key_needed"));
     if (error.status !== 404) return error;
     this.tables[name]?.say(t("admin.absent"));
     return null;
   }
 
   conclude(errors) {
-    const refused = errors.find(({ status }) => status === 401);
-    this.askForKey(Boolean(refused));
-    const other = errors.find(({ status }) => status !== 401);
-    showProblem(other ? (other.status ? other.message : t("admin.unreachable")) : null);
+    const refused = errors.some(({ needsKey }) => needsKey);
+    this.askForKey(refused);
+    const other = errors.find(({ needsKey }) => !needsKey);
+    if (other) showProblem(other.status ? other.message : t("admin.silent"));
+    else showProblem(refused && hasKey() ? t("admin.key_refused") : null);
     document.body.dataset.state = refused ? "locked" : other ? "failed" : "ready";
     this.showState();
   }
@@ -114,7 +116,7 @@ class Administration {
     }
     this.changes += 1;
     await this.refresh({ all: true });
-    if (problem?.status === 401) this.askForKey(true);
+    if (problem?.needsKey) this.askForKey(true);
     else if (problem) showProblem(problem.message);
     return !problem;
   }

@@ -1,5 +1,7 @@
 // Microphone and loudspeaker of a live session: one AudioContext at the device's own rate.
 
+import { getJson } from "./address.js";
+
 const RATE = 16000;
 
 const WORKLETS = { capture: "./capture-worklet.js", playback: "./playback-worklet.js" };
@@ -121,8 +123,14 @@ export class AudioEngine {
   }
 }
 
-function addWorklet(context, name) {
-  return context.audioWorklet.addModule(new URL(WORKLETS[name], import.meta.url));
+async function addWorklet(context, name) {
+  try {
+    await context.audioWorklet.addModule(new URL(WORKLETS[name], import.meta.url));
+  } catch (error) {
+    // The browser names a file that it did not get; the service may say more, or nothing.
+    await getJson("api/frontend_defaults");
+    throw error;
+  }
 }
 
 // 0 (silent) .. 1 (loud), from the root mean square in decibels.

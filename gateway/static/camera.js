@@ -2,6 +2,14 @@
 
 import { bytesToBase64 } from "./codec.js";
 
+// What the browser raised on the way to the camera, told apart from what it says of a microphone.
+export class CameraRefused extends Error {
+  constructor(cause) {
+    super(cause.message, { cause });
+    this.name = cause.name;
+  }
+}
+
 const JPEG_QUALITY = 0.7;
 const MAX_SIDE = 1280;
 
@@ -16,7 +24,7 @@ export class Camera {
     return this.stream !== null;
   }
 
-  // deviceId: "" is the browser's choice. The camera that was on is let go.
+  // deviceId: "" is the browser's choice. The camera that was on is let go. Raises CameraRefused.
   async start(deviceId) {
     const stream = await navigator.mediaDevices.getUserMedia({
       video: {
@@ -24,6 +32,8 @@ export class Camera {
         height: { ideal: 720 },
         ...(deviceId ? { deviceId: { exact: deviceId } } : { facingMode: "user" }),
       },
+    }).catch((error) => {
+      throw new CameraRefused(error);
     });
     this.stop();
     this.stream = stream;

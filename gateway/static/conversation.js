@@ -50,8 +50,18 @@ export class Conversation extends LiveConversation {
 
   async gather() {
     const voice = await this.settings.voices.samples();
-    if (this.usesCamera) await this.camera.start(this.settings.camera.deviceId);
+    if (this.usesCamera) await this.startCamera();
     return { systemPrompt: this.settings.prompt, voice };
+  }
+
+  // What cannot be had is switched off, so that the next start does without.
+  async startCamera() {
+    try {
+      await this.camera.start(this.settings.camera.deviceId);
+    } catch (error) {
+      byId("camera").checked = false;
+      throw error;
+    }
   }
 
   givenUp() {
@@ -139,10 +149,9 @@ export class Conversation extends LiveConversation {
   async toggleCamera(wanted) {
     if (!this.running) return;
     try {
-      if (wanted) await this.camera.start(this.settings.camera.deviceId);
+      if (wanted) await this.startCamera();
       if (!wanted || !this.running) this.camera.stop();
     } catch (error) {
-      byId("camera").checked = false;
       showProblem(problemOf(error));
     }
   }

@@ -2,12 +2,15 @@
 
 import { getJson, hideKey, serviceUrl } from "./address.js";
 import { applyTranslations, language, onLanguageChange, register, setPlain, setText, t } from "./i18n.js";
-import { recentRecordings, recordingUrl } from "./recordings.js";
+import { recentRecordings, recordedTitles, recordingUrl } from "./recordings.js";
+import { problemOf } from "./problems.js";
 import { HOME } from "./texts-home.js";
 import { byId, showProblem } from "./view.js";
 
 const REFRESH_MS = 5000;
 const KNOWN_APPS = new Set(["turnbased", "half_duplex_audio", "omni", "audio_duplex"]);
+
+let titles = new Map();
 
 register(HOME);
 applyTranslations();
@@ -57,7 +60,7 @@ async function refresh() {
   } catch (error) {
     document.body.dataset.state = "failed";
     setText(byId("state"), "home.service_silent");
-    showProblem(["home.no_answer", { why: error.message }]);
+    showProblem(problemOf(error));
   }
 }
 
@@ -69,8 +72,11 @@ function showRecordings() {
     const link = document.createElement("a");
     link.href = recordingUrl(id);
     const when = new Date(at).toLocaleString(language(), { dateStyle: "medium", timeStyle: "short" });
-    link.textContent = `${t(`app.${app}`)}, ${when}`;
+    const name = t(`app.${app}`);
+    const title = titles.get(id);
+    link.textContent = title || `${name}, ${when}`;
     item.append(link);
+    if (title) item.append(" ", Object.assign(document.createElement("small"), { textContent: name }));
     return item;
   }));
 }
@@ -80,3 +86,5 @@ document.addEventListener("visibilitychange", refresh);
 showRecordings();
 refresh();
 setInterval(refresh, REFRESH_MS);
+titles = await recordedTitles();
+showRecordings();

@@ -27,10 +27,16 @@ export function language() {
   return current;
 }
 
-// The text of a key in the present language; values: what its {names} stand for.
+// The text of a key in the present language; values: what its {names} stand for. A value may be a
+// text of its own, [key, values], or a list of such, so that it too changes with the language.
 export function t(key, values = {}) {
   const text = texts[current][key] ?? texts.en[key] ?? key;
-  return text.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
+  return text.replace(/\{(\w+)\}/g, (whole, name) => said(values[name] ?? whole));
+}
+
+function said(value) {
+  if (!Array.isArray(value)) return String(value);
+  return Array.isArray(value[0]) ? value.map(said).join(", ") : t(...value);
 }
 
 export function setText(element, key, values) {

@@ -1,6 +1,7 @@
 // What can go wrong on the way to a live session, as messages that say what to do.
 
-import { t } from "./i18n.js";
+import { Refusal, Silence } from "./address.js";
+import { CameraRefused } from "./camera.js";
 
 const NAMES = {
   NotAllowedError: "problem.not_allowed",
@@ -8,6 +9,13 @@ const NAMES = {
   NotReadableError: "problem.not_readable",
   OverconstrainedError: "problem.device_gone",
   EncodingError: "problem.encoding",
+};
+
+const OF_CAMERA = {
+  NotAllowedError: "problem.camera_not_allowed",
+  NotFoundError: "problem.camera_not_found",
+  NotReadableError: "problem.camera_not_readable",
+  OverconstrainedError: "problem.camera_gone",
 };
 
 const ADVISED = new Set([
@@ -29,9 +37,12 @@ export function findHurdle() {
   return null;
 }
 
-// error: what the browser raised.
+// error: what the browser raised, or a request to the service.
 export function problemOf(error) {
-  return NAMES[error.name] ? [NAMES[error.name]] : ["problem.cannot_start", { why: error.message }];
+  if (error instanceof Silence) return ["problem.silent"];
+  if (error instanceof Refusal && error.status === 401) return ["advice.unauthorized"];
+  const known = (error instanceof CameraRefused ? OF_CAMERA : NAMES)[error.name];
+  return known ? [known] : ["problem.cannot_start", { why: error.message }];
 }
 
 // message: an `error` of the service. Its sentence and, where we know one, a piece of advice.
@@ -42,8 +53,7 @@ export function saidBy({ error, slug }) {
 
 // names: what the service says that it has no use for, in its own words where we have none.
 export function hasNoEffect(names) {
-  const words = names.map((name) => (MEANT.has(name) ? t(`ignored.${name}`) : name));
-  return ["ignored", { names: words.join(", ") }];
+  return ["ignored", { names: names.map((name) => [MEANT.has(name) ? `ignored.${name}` : name]) }];
 }
 
 // A connection that ended without a word.

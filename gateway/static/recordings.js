@@ -1,6 +1,6 @@
 // The link to a recorded session: shown on the page, and remembered for the home page.
 
-import { serviceUrl } from "./address.js";
+import { getJson, serviceUrl } from "./address.js";
 import { setText } from "./i18n.js";
 import { keep, recall } from "./storage.js";
 import { byId } from "./view.js";
@@ -11,6 +11,20 @@ const STORE = "recordings";
 // Newest first: {id, app, at (ms since 1970)}.
 export function recentRecordings() {
   return recall(STORE, []);
+}
+
+// What the service calls them, by id. Those that it has no longer are forgotten here too.
+export async function recordedTitles() {
+  const titles = new Map();
+  await Promise.all(recentRecordings().map(async ({ id }) => {
+    try {
+      titles.set(id, (await getJson(`api/sessions/${encodeURIComponent(id)}`)).title);
+    } catch (error) {
+      if (error.status === 404) keep(STORE, recentRecordings().filter((recording) => recording.id !== id));
+      else console.info("a recording's title is missing:", error.message);
+    }
+  }));
+  return titles;
 }
 
 export function recordingUrl(id) {

@@ -1,8 +1,9 @@
 // A recording as the viewer shows it: pieces and captions on one time axis, in seconds.
 //
-// piece: { at, length, who, text, heard, mark, clips, pictures, videos, timing }
+// piece: { at, length, who, text, heard, mark, error, clips, pictures, videos, timing }
 //   who: "listen" | "speak" (a unit of a duplex session), "you" | "assistant" (half a turn)
-//   clips, pictures, videos: paths of assets; mark: what was out of the ordinary
+//   clips, pictures, videos: paths of assets; mark: "interrupted" | "dropped" | ""
+//   error: slug of what ended it early, or ""
 // caption: { from, until, who: "you" | "assistant", text }
 
 const UNIT_S = 1;
@@ -37,7 +38,8 @@ function piecesOfUnits(chunks) {
       who: result.mode === "SPEAK" ? "speak" : "listen",
       text: result.text ?? "",
       heard: result.heard ?? "",
-      mark: chunk.error ?? ["interrupted", "dropped"].find((flag) => result[flag]) ?? "",
+      mark: ["interrupted", "dropped"].find((flag) => result[flag]) ?? "",
+      error: chunk.error ?? "",
       clips: [chunk.user_audio, result.ai_audio].filter(Boolean),
       pictures: [chunk.user_frame ?? []].flat(),
       videos: [],
@@ -50,7 +52,7 @@ function piecesOfUnits(chunks) {
 }
 
 function piecesOfTurns(turns) {
-  return turns.flatMap(({ input = {}, output = {}, timing = {}, error = "" }) => [
+  return turns.flatMap(({ input = {}, output = {}, timing = {}, error }) => [
     {
       ...half(input.audios ?? input.audio, input.duration_ms, "you", input.text ?? ""),
       pictures: [input.images ?? []].flat(),
@@ -61,7 +63,7 @@ function piecesOfTurns(turns) {
     {
       ...half(output.audio, output.audio_duration_ms, "assistant", output.text ?? ""),
       timing: timing.elapsed_ms ?? null,
-      mark: error,
+      error: error ?? "",
       hasUserAudio: false,
       hasVoice: Boolean(output.audio),
     },
@@ -76,6 +78,7 @@ function half(audio, ms, who, text) {
     text,
     heard: "",
     mark: "",
+    error: "",
     clips: [audio ?? []].flat(),
     pictures: [],
     videos: [],

@@ -1,6 +1,6 @@
 // The viewer of one recording, `/s/{id}`.
 
-import { getJson, hideKey, sendJson, serviceUrl } from "./address.js";
+import { getJson, hideKey, sendJson, serviceUrl, Silence } from "./address.js";
 import { applyTranslations, language, onLanguageChange, register, setPlain, setText, t } from "./i18n.js";
 import { captionsOf, clock, pieceAt, readRecording } from "./session-model.js";
 import { ClipPlayback, ReplayPlayback } from "./session-playback.js";
@@ -8,7 +8,12 @@ import { Timeline } from "./session-timeline.js";
 import { peaksOf } from "./session-waveform.js";
 import { SESSION } from "./texts-session.js";
 
-const MARKS = new Set(["interrupted", "dropped"]);
+// Slugs of a failure or an end -> their texts; others are shown as they are.
+const WHY = new Set([
+  "stopped", "client_gone", "truncated", "worker_lost", "session_timeout", "server_shutdown",
+  "slow_reader", "context_full", "model_fault", "engine_fault", "bad_audio", "bad_image",
+  "media_full", "internal",
+]);
 const POLL_MS = 3_000;
 const $ = (id) => document.getElementById(id);
 const id = decodeURIComponent(location.pathname.split("/").filter(Boolean).at(-1));
@@ -44,11 +49,16 @@ class Viewer {
   // Waits until the session has ended and its recording has been put together.
   async finished() {
     for (;;) {
-      const recording = await getRecording();
-      if (recording) return recording;
+      try {
+        const recording = await getRecording();
+        if (recording) return recording;
+        this.meta = await getJson(base);
+        note(this.meta.ended_at ? "session.being_made" : "session.still_live");
+      } catch (error) {
+        if (!(error instanceof Silence)) throw error;
+        note("session.silent");
+      }
       document.body.dataset.state = "waiting";
-      this.meta = await getJson(base);
-      note(this.meta.ended_at ? "session.being_made" : "session.still_live");
       await new Promise((done) => {
         setTimeout(done, POLL_MS);
       });
@@ -106,7 +116,8 @@ class Viewer {
       element("span", "who", t(`session.${piece.who}`)),
       element("span", "text", [piece.heard && `${t("session.heard")}: ${piece.heard}`, piece.text].filter(Boolean).join(" ")),
     );
-    if (piece.mark) button.append(element("span", "mark", MARKS.has(piece.mark) ? t(`session.${piece.mark}`) : piece.mark));
+    if (piece.mark) button.append(element("span", "mark", t(`session.${piece.mark}`)));
+    if (piece.error) button.append(element("span", "mark failed", why(piece.error)));
     if (piece.timing !== null) button.append(element("small", "", `${Math.round(piece.timing)} ms`));
     button.addEventListener("click", () => this.playFrom(piece.at));
     line.append(button);
@@ -149,7 +160,8 @@ class Viewer {
       created: created && new Intl.DateTimeFormat(language(), { dateStyle: "medium", timeStyle: "short" }).format(new Date(created)),
       length: typeof length === "number" ? clock(length) : null,
       worker,
-      ending: this.ending,
+      // A log that was cut off, not a turn.
+      ending: this.ending === "interrupted" ? t("session.why_cut_off") : this.ending && why(this.ending),
       id,
     };
     const known = Object.entries(facts).filter(([, value]) => value !== null && value !== undefined && value !== "");
@@ -191,6 +203,10 @@ async function getRecording() {
     if (error.status === 404) return null;
     throw error;
   }
+}
+
+function why(slug) {
+  return WHY.has(slug) ? t(`session.why_${slug}`) : slug;
 }
 
 function visible() {
@@ -255,6 +271,7 @@ try {
 } catch (error) {
   document.body.dataset.state = "failed";
   note(null);
-  if (REFUSALS[error.status]) problem(REFUSALS[error.status], { id });
+  if (error instanceof Silence) problem("problem.silent");
+  else if (REFUSALS[error.status]) problem(REFUSALS[error.status], { id });
   else problem("session.failed", { why: error.message });
 }

@@ -1,6 +1,6 @@
 // The units of a session as bars, the figures below them, and one unit's stages on demand.
 
-import { setAttribute, setText, t } from "./i18n.js";
+import { onLanguageChange, setAttribute, setText, t } from "./i18n.js";
 import { byId } from "./view.js";
 
 const MAX_BARS = 60;
@@ -32,6 +32,7 @@ export class Timeline {
     this.list.addEventListener("pointerover", ({ target }) => this.select(target.closest("li")));
     this.list.addEventListener("focus", () => this.select(this.selected ?? this.list.lastElementChild));
     this.list.addEventListener("keydown", (event) => this.walk(event));
+    onLanguageChange(() => this.select(this.selected));
     this.reset();
   }
 

@@ -2,7 +2,7 @@
 //
 // A message to people is a string as it stands (what the service says), or [key, values] of a text.
 
-import { setPlain, setText, t } from "./i18n.js";
+import { setPlain, setText } from "./i18n.js";
 
 export const byId = (id) => document.getElementById(id);
 
@@ -75,6 +75,6 @@ function part(message) {
 }
 
 function formatWait(seconds) {
-  if (seconds < 90) return t("wait.seconds", { n: Math.round(seconds) });
-  return t("wait.minutes", { n: Math.round(seconds / 60) });
+  if (seconds < 90) return ["wait.seconds", { n: Math.round(seconds) }];
+  return ["wait.minutes", { n: Math.round(seconds / 60) }];
 }

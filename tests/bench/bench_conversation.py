@@ -28,7 +28,7 @@ import numpy as np
 
 from client.duplex import DuplexClient
 from client.journal import Journal, Reply, percentiles
-from client.load import DEADLINE_S
+from client.load.figures import DEADLINE_S
 from client.media import audible_span, read_audio
 from client.paced import stream
 from shared.audio import Samples

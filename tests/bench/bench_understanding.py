@@ -20,13 +20,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessor
 
 from shared.audio import Samples
 from shared.protocol import DuplexSettings
 from worker.engine.contract import Program
 from worker.engine.engine import Engine, Task
 from worker.models.cascade.model import CascadeModel
+from worker.models.cascade.settings import REPETITION_PENALTY
 from worker.models.cascade.speech import SYNTHESIZE, SynthesizeRequest
 from worker.models.contract import Prompt, Unit, UnitResult
 from worker.nn.decoder import Decoder
@@ -158,6 +159,19 @@ def stage(speech: Samples, condition: Condition, offset_s: float, seed: int) -> 
     return track
 
 
+class AnswerPenalty(LogitsProcessor):
+    """The penalty of `transformers` looks at the prompt as well; this one at the answer alone."""
+
+    def __init__(self, n_prompt: int) -> None:
+        self.n_prompt = n_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        said = input_ids[:, self.n_prompt :]
+        found = scores.gather(1, said)
+        rarer = torch.where(found > 0, found / REPETITION_PENALTY, found * REPETITION_PENALTY)
+        return scores.scatter(1, said, rarer)
+
+
 class Reference:
     """The same weights in `transformers`, greedy."""
 
@@ -193,6 +207,7 @@ class Reference:
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=max_tokens,
             do_sample=False,
+            logits_processor=[AnswerPenalty(len(prompt))],
             eos_token_id=self.language.end_of_turn,
             pad_token_id=self.language.end_of_turn,
         )

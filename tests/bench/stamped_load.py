@@ -23,7 +23,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 from websockets.typing import Subprotocol
 
-from client.duplex import DuplexClient, StampedConnection, endpoint
+from client.connection import StampedConnection, endpoint
+from client.duplex import DuplexClient
 from client.events import Closed, Event, Result
 from client.journal import Journal
 from client.paced import Chunk, LoopProbe, stream
@@ -182,7 +183,7 @@ async def be_deaf(url: str, index: int, until: float) -> bool:
     """Ask for speech and never read it; returns whether we were disconnected for that."""
     samples = samples_to_f32(np.full(int(DEAF_CHUNK_S * INPUT_SAMPLE_RATE_HZ), 0.1, np.float32))
     chunk = json.dumps({"type": "audio_chunk", "audio_base64": encode_base64(samples)})
-    where = urlsplit(endpoint(url, f"omni_deaf_{index}"))
+    where = urlsplit(endpoint(url, f"/ws/duplex/omni_deaf_{index}"))
     line = socket.socket()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, DEAF_BUFFER_BYTES)
     line.connect((where.hostname, where.port))

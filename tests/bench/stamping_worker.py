@@ -16,7 +16,7 @@ import time
 import numpy as np
 from websockets.asyncio.server import ServerConnection
 
-from client.duplex import Stamped
+from client.connection import Stamped
 from shared import protocol
 from shared.audio import F32_BYTES, samples_to_f32
 from shared.limits import OUTPUT_SAMPLE_RATE_HZ

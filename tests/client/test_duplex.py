@@ -12,15 +12,14 @@ import pytest
 from client.duplex import (
     Closed,
     DuplexClient,
-    DuplexError,
     ErrorEvent,
     Paused,
     Queued,
     QueueUpdate,
     Result,
     Resumed,
+    SessionError,
     Stopped,
-    endpoint,
 )
 from client.events import parse_event
 from scripts.machine import ensure_certificate
@@ -106,7 +105,7 @@ async def test_a_refused_session_raises_with_the_servers_slug(
     scenario.refuse_with = "No worker available"
 
     async with DuplexClient(service.ws_url) as session:
-        with pytest.raises(DuplexError, match="No worker available") as caught:
+        with pytest.raises(SessionError, match="No worker available") as caught:
             await session.prepare()
 
     assert caught.value.slug == "no_worker"
@@ -142,7 +141,7 @@ async def test_sending_after_the_end_is_a_clear_error(service: Service) -> None:
         await session.stop()
         [event async for event in session]
 
-        with pytest.raises(DuplexError, match="closed"):
+        with pytest.raises(SessionError, match="closed"):
             await session.send_audio(QUIET)
 
 
@@ -154,7 +153,7 @@ async def test_the_api_key_is_sent_as_bearer_token(service: Service, scenario: S
 
 
 async def test_an_unreachable_server_is_a_clear_error(unused_tcp_port: int) -> None:
-    with pytest.raises(DuplexError, match="cannot connect"):
+    with pytest.raises(SessionError, match="cannot connect"):
         async with DuplexClient(f"ws://127.0.0.1:{unused_tcp_port}"):
             pass
 
@@ -177,28 +176,8 @@ async def test_a_self_made_certificate_is_trusted_when_its_file_is_given(tmp_pat
         url = f"https://127.0.0.1:{service.port}"
         async with DuplexClient(url, ca_file=certificate[0]) as session:
             await session.prepare()
-        with pytest.raises(DuplexError, match="a self-made one is trusted when its file is given"):
+        with pytest.raises(SessionError, match="a self-made one is trusted when its file is given"):
             await DuplexClient(url).__aenter__()
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("ws://host:8006", "ws://host:8006/ws/duplex/omni_1"),
-        ("https://host/", "wss://host/ws/duplex/omni_1"),
-        ("http://host:1/ws/duplex/mine", "ws://host:1/ws/duplex/mine"),
-    ],
-)
-def test_the_endpoint_is_completed_below_a_base_address(url: str, expected: str) -> None:
-    assert endpoint(url, "omni_1") == expected
-
-
-@pytest.mark.parametrize(
-    "url", ["ftp://host", "127.0.0.1:8006", "ws://", "ws://host:99999", "http://[::1"]
-)
-def test_an_address_without_host_or_scheme_is_refused(url: str) -> None:
-    with pytest.raises(DuplexError, match="no server address"):
-        endpoint(url, "omni_1")
 
 
 def test_messages_of_unknown_type_are_skipped() -> None:
@@ -207,7 +186,7 @@ def test_messages_of_unknown_type_are_skipped() -> None:
 
 @pytest.mark.parametrize("frame", ["not json", "[1]", b"\xff\xfe"])
 def test_a_message_that_is_no_object_is_an_error(frame: str | bytes) -> None:
-    with pytest.raises(DuplexError, match="JSON"):
+    with pytest.raises(SessionError, match="JSON"):
         parse_event(frame)
 
 
@@ -230,14 +209,14 @@ def test_interrupted_dropped_and_null_fields_are_read() -> None:
 )
 def test_a_field_of_the_wrong_type_is_an_error(frame: str) -> None:
     """It ended the reader without a word: `talk` said that no answer came."""
-    with pytest.raises(DuplexError, match="damaged"):
+    with pytest.raises(SessionError, match="damaged"):
         parse_event(frame)
 
 
 def test_damaged_audio_in_a_result_is_an_error() -> None:
     odd = encode_base64(samples_to_f32(np.zeros(2, np.float32))[:-1])
 
-    with pytest.raises(DuplexError, match="damaged audio"):
+    with pytest.raises(SessionError, match="damaged audio"):
         parse_event(json.dumps({"type": "result", "is_listen": False, "audio_data": odd}))
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 
 from client import paced
-from client.duplex import DuplexError
+from client.duplex import SessionError
 from client.events import Closed, Event, parse_event
 from client.journal import Journal
-from client.paced import LoopProbe, stream
+from client.paced import LoopProbe, pace, stream
 from shared.audio import Samples
 
 CHUNK = (np.zeros(16, np.float32), ())
@@ -45,7 +46,7 @@ class FakeSession:
     async def send_audio(self, samples: Samples, *, frames: Sequence[bytes] = ()) -> None:
         if self.closes_after == len(self.sent):
             self._ready.put_nowait((self.now, Closed(1011, "worker lost")))
-            raise DuplexError("the connection to the server is closed")
+            raise SessionError("the connection to the server is closed")
         self.sent_at = self.now
         self.sent.append(self.now)
         self.now += self.send_takes_s
@@ -99,6 +100,24 @@ async def test_time_in_the_connection_is_not_the_senders_lateness() -> None:
     assert session.sent == [101.0, 102.5, 104.0]
     assert [chunk.late_s for chunk in journal.sent] == [0.0] * 3
     assert [chunk.blocked_s for chunk in journal.sent] == [1.5] * 3
+
+
+async def test_what_a_microphone_that_is_off_would_have_sent_takes_its_time() -> None:
+    session, journal = FakeSession(), Journal()
+    send = partial(session.send_audio, *CHUNK[:1])
+
+    await pace(
+        session,
+        [send, None, None, send],
+        journal,
+        100.0,
+        1.0,
+        clock=session.clock,
+        sleep=session.sleep,
+    )
+
+    assert session.sent == [101.0, 104.0]
+    assert [chunk.late_s for chunk in journal.sent] == [0.0, 0.0]
 
 
 async def test_late_results_delay_no_chunk() -> None:

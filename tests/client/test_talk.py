@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from client.duplex import Closed, DuplexClient, Event, Result
-from client.talk import Answer, Conversation, Job, Microphone, converse, main, unit_line
+from client.talk import (
+    Answer,
+    Conversation,
+    Job,
+    Microphone,
+    converse,
+    main,
+    recording_address,
+    unit_line,
+)
 from shared.audio import read_wav, write_wav
 from tests.fakes.g0_server import ANSWER_UNITS, Scenario, Service
 
@@ -170,6 +179,41 @@ def test_a_unit_is_printed_on_one_line() -> None:
     line = unit_line(3, spoken)
 
     assert line == "   3  speak      412 ms  heard: hello  says: Paris.  [end of turn]"
+
+
+@pytest.mark.parametrize(("recording", "n_lines"), [("omni_1a2b", 1), (None, 0)])
+def test_the_address_of_the_recording_stands_at_the_end(
+    service: Service,
+    scenario: Scenario,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    recording: str | None,
+    n_lines: int,
+) -> None:
+    """Also after a session that was lost, which is the one that one would like to look at."""
+    write_wav(tmp_path / "question.wav", LOUD_S[:800], 16_000)
+    scenario.recording, scenario.close_after_chunks = recording, 1
+
+    status = main([
+        str(tmp_path / "question.wav"), "--url", service.ws_url, "--chunk-s", "0.05",
+        "--out", str(tmp_path / "answer.wav"),
+    ])  # fmt: skip
+
+    said = [line for line in capsys.readouterr().out.splitlines() if "recording" in line]
+    assert status == 1
+    assert said == [f"recording: {service.http_url}/s/omni_1a2b"] * n_lines
+
+
+@pytest.mark.parametrize(
+    ("url", "page"),
+    [
+        ("ws://host:8006/ws/duplex/adx_1", "http://host:8006/s/r1"),
+        ("wss://host/ws/duplex/adx_1?key=k", "https://host/s/r1"),
+        ("wss://host/omni/ws/duplex/adx_1", "https://host/omni/s/r1"),
+    ],
+)
+def test_a_recording_has_its_page_beside_the_sockets_of_its_service(url: str, page: str) -> None:
+    assert recording_address(url, "r1") == page
 
 
 @pytest.mark.slow

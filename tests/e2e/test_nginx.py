@@ -38,15 +38,18 @@ TRUSTING.check_hostname = False
 TRUSTING.verify_mode = ssl.CERT_NONE
 
 
-def documented(language: str) -> str:
-    (block,) = re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    return str(block)
+def documented(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 
 
-def configuration(folder: Path, port: int, gateway_port: int) -> str:
+def configuration(folder: Path, port: int, gateway_port: int, is_below: bool) -> str:
     """The documented site with this test's ports and files, and the frame that nginx wants."""
     certificate, key = ensure_certificate(folder / "certs")
-    site = documented("nginx")
+    site, below = documented("nginx")
+    if is_below:
+        replaced = re.search(r"^ *location / \{\n *proxy_pass .*\n", site, re.MULTILINE)
+        assert replaced is not None
+        site = site.replace(replaced.group(), below)
     for found, put in (
         ("listen 443 ssl;", f"listen 127.0.0.1:{port} ssl;"),
         ("/etc/letsencrypt/live/talk.example.org/fullchain.pem", str(certificate)),
@@ -65,10 +68,10 @@ def configuration(folder: Path, port: int, gateway_port: int) -> str:
 
 
 @contextmanager
-def nginx(folder: Path, port: int, gateway_port: int) -> Iterator[None]:
+def nginx(folder: Path, port: int, gateway_port: int, is_below: bool) -> Iterator[None]:
     assert NGINX is not None
     file = folder / "nginx.conf"
-    file.write_text(configuration(folder, port, gateway_port))
+    file.write_text(configuration(folder, port, gateway_port, is_below))
     process = subprocess.Popen(
         [NGINX, "-p", str(folder), "-e", str(folder / "error.log"), "-c", str(file)],
         stdout=subprocess.PIPE,
@@ -89,6 +92,8 @@ class Site:
     port: int
     gateway: Running
     folder: Path
+    path: str
+    """Below which the gateway is served; "" = it has the site for itself."""
 
     @property
     def address(self) -> str:
@@ -96,7 +101,7 @@ class Site:
 
     def dial(self, origin: str, **options: Any) -> connect:
         return connect(
-            f"wss://{NAME}:{self.port}/ws/duplex/omni_proxied?api_key={KEY}",
+            f"wss://{NAME}:{self.port}{self.path}/ws/duplex/omni_proxied?api_key={KEY}",
             host="127.0.0.1",
             port=self.port,
             ssl=TRUSTING,
@@ -108,22 +113,22 @@ class Site:
     async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         headers = {"Host": f"{NAME}:{self.port}", **options.pop("headers", {})}
         async with httpx.AsyncClient(verify=TRUSTING, trust_env=False) as client:
-            url = f"https://127.0.0.1:{self.port}{path}"
+            url = f"https://127.0.0.1:{self.port}{self.path}{path}"
             return await client.request(method, url, headers=headers, **options)
 
 
 @asynccontextmanager
-async def proxied(folder: Path, **changes: Any) -> AsyncIterator[Site]:
+async def proxied(folder: Path, path: str = "", **changes: Any) -> AsyncIterator[Site]:
     """A gateway behind nginx, with the documented settings but for `changes`."""
     port = free_port()
-    security = json.loads(documented("json"))["security"]
+    security = json.loads(documented("json")[0])["security"]
     # Only a test's address has a port.
     security["allowed_origins"] = [f"{origin}:{port}" for origin in security["allowed_origins"]]
     config = Config(security=SecurityConfig(**{**security, "api_keys": [KEY], **changes}))
     async with ScriptedWorker() as worker, run_gateway([worker], config) as gateway:
-        with nginx(folder, port, gateway.port):
+        with nginx(folder, port, gateway.port, is_below=bool(path)):
             await wait_until(lambda: is_listening(port))
-            yield Site(port, gateway, folder)
+            yield Site(port, gateway, folder, path)
 
 
 @pytest.fixture
@@ -217,3 +222,29 @@ async def test_a_client_that_is_gone_is_noticed_through_the_proxy(site: Site) ->
     await asyncio.to_thread(socket.transport.abort)
 
     await wait_until(lambda: not site.gateway.gateway.sessions)
+
+
+async def test_below_a_path_pages_their_files_redirects_and_sessions_work(tmp_path: Path) -> None:
+    async with proxied(tmp_path, "/talk") as site:
+        page = await site.request("GET", f"/?api_key={KEY}")
+        cookie = {"Cookie": f"omni_api_key={KEY}"}
+        script = re.search(r'src="(static/[^"]+\.js)"', page.text)
+        assert script is not None
+        file = await site.request("GET", f"/{script.group(1)}", headers=cookie)
+        leads = [
+            (answer := await site.request("GET", path, headers=cookie)).url.join(
+                answer.headers["location"]
+            )
+            for path in ("/mobile", "/mobile/", "/mobile-omni", "/omni/")
+        ]
+        async with site.dial(site.address) as socket:
+            prepared = await Talker(socket).prepare()
+
+    assert (page.status_code, file.status_code, prepared["type"]) == (200, 200, "prepared")
+    assert "; Path=/talk/; Secure" in page.headers["set-cookie"]
+    assert [lead.path for lead in leads] == [
+        "/talk/mobile/",
+        "/talk/",
+        "/talk/mobile-omni/",
+        "/talk/omni",
+    ]

@@ -293,8 +293,10 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(
 
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
-        page.wait_for_timeout(200)
+        # It said nothing, as if nothing had been pressed.
+        expect(page.locator("#problem")).to_have_text("This is not an admin key of this service.")
         assert opened.state() == "locked"
+        assert opened.barriers() == []
         page.fill("#key", "right")
         page.keyboard.press("Enter")
         opened.wait_for_state("ready")
@@ -304,6 +306,21 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(
         assert page.is_hidden("#key-form")
         assert page.evaluate("localStorage.length") <= 1
         assert set(opened.complaints) <= {REFUSED}
+
+
+def test_a_users_key_may_look_and_is_asked_for_an_admins(
+    browser: Browser, address: str, answers: Answers
+) -> None:
+    answers.refused = {
+        "GET /api/queue": (403, "forbidden"),
+        "GET /api/recordings": (403, "forbidden"),
+    }
+    with visit(browser, address) as opened:
+        opened.wait_for_state("locked")
+
+        assert "7 / 8" in row(opened.page, "workers", "worker_0")
+        assert opened.page.is_visible("#key-form")
+        assert opened.page.is_hidden("#problem")
 
 
 def test_a_part_that_is_not_there_says_so_and_the_others_work(
@@ -367,6 +384,7 @@ def test_it_fits_names_its_controls_and_speaks_both_languages(opened: Visit) -> 
             assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
     assert page.get_attribute("html", "lang") == "zh-CN"
     assert "空闲" in row(page, "workers", "worker_0")
+    assert opened.barriers() == []
     assert opened.complaints == []
 
 

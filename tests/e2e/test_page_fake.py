@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Route
 
 from tests.fakes.browser import CHROMIUM, Visit, chromium, microphone_file, visit
 from tests.fakes.g0_server import LOUD_RMS, Scenario, Service, serving
@@ -129,6 +129,19 @@ def test_the_keyboard_keeps_its_place_from_start_to_stop(open_page: Visit) -> No
     assert page.evaluate("document.activeElement.id") == "start"
 
 
+def test_what_is_told_of_a_unit_changes_with_the_language(open_page: Visit) -> None:
+    page = open_page.page
+    page.click("#start")
+    open_page.wait_until(lambda: int(figure(open_page, "units")) > 0)
+    page.focus("#timeline")
+    page.keyboard.press("Home")
+    english = page.inner_text("#unit-detail")
+    page.click("[data-language-switch]")
+
+    assert english.startswith("Unit 1, listen: model ")
+    assert page.inner_text("#unit-detail").startswith("第 1 个单元，聆听：模型 ")
+
+
 def test_a_page_from_another_machine_without_https_explains_what_to_do(
     browser: Browser, service: Service
 ) -> None:
@@ -203,6 +216,10 @@ def test_the_place_in_the_queue_is_shown(open_page: Visit, scenario: Scenario) -
         open_page.wait_for_state("queued")
 
         assert open_page.page.inner_text("#state") == said
+        # Its parts change with the language too.
+        open_page.page.click("[data-language-switch]")
+        assert open_page.page.inner_text("#state").endswith(" 秒")
+        open_page.page.click("[data-language-switch]")
         open_page.page.click("#stop")
 
 
@@ -220,6 +237,35 @@ def test_a_refusal_is_shown_with_advice(open_page: Visit, scenario: Scenario) ->
     assert open_page.page.is_visible("#start")
 
 
+LOSE_WORKLETS = """() => {
+    AudioWorklet.prototype.addModule = () => Promise.reject(new DOMException("lost", "AbortError"));
+}"""
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (None, "The service does not answer. Try again in a moment."),
+        (401, "Load this page again; it asks for your key."),
+    ],
+)
+def test_a_service_that_has_gone_away_since_the_page_was_opened_is_named(
+    open_page: Visit, status: int | None, said: str
+) -> None:
+    """The browser's words were shown: "Failed to load worklet module script: …"."""
+
+    def refuse(route: Route) -> None:
+        if status is None:
+            route.abort()
+        else:
+            route.fulfill(status=status, json={"detail": "A key is needed", "slug": "unauthorized"})
+
+    open_page.page.evaluate(LOSE_WORKLETS)
+    open_page.page.route("**/api/**", refuse)
+
+    assert fail(open_page) == said
+
+
 def test_a_refused_prompt_ends_the_start(open_page: Visit, scenario: Scenario) -> None:
     """The service waits for a better one, so the page stayed at "Starting the session"."""
     scenario.prepare_error = "ref_audio_base64 is too long"
@@ -231,6 +277,7 @@ def test_a_lost_session_is_shown(open_page: Visit, scenario: Scenario) -> None:
     """An error that was survived does not hide the real end."""
     scenario.close_after_chunks = 1
     assert "worker lost" in fail(open_page)
+    assert open_page.barriers() == []
 
     scenario.bad_chunk, scenario.close_after_chunks, scenario.says_why = 1, 2, False
     assert "worker lost" in fail(open_page)
@@ -252,6 +299,8 @@ def test_a_voice_sample_is_sent_as_16_khz_and_its_refusal_is_named(
     assert open_page.page.inner_text("#note") == (
         "This server does not use: ref_audio_base64, the camera's details."
     )
+    open_page.page.click("[data-language-switch]")
+    assert open_page.page.inner_text("#note") == "此服务器不使用：ref_audio_base64, 画面细节。"
 
 
 RESAMPLE = """async ([from, to, hz]) => {

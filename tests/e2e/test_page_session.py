@@ -214,7 +214,7 @@ def test_a_duplex_recording_is_shown_with_its_replay_and_what_was_said(opened: V
     assert said[1] == "0:01 Listening heard: What is the capital of France? 41 ms"
     assert said[3] == "0:03 Speaking is Paris. 43 ms"
     assert "Omni duplex" in page.inner_text("#meta")
-    assert "stopped" in page.inner_text("#meta")
+    assert "stopped by the client" in page.inner_text("#meta")
     assert "Be brief." in (page.text_content("#config") or "")
     download = page.get_attribute("#download", "href") or ""
     assert download.endswith(f"{API}/download")
@@ -325,7 +325,7 @@ def test_longer_chunks_are_where_the_replay_has_them(
         assert pieces(opened.page) == [
             "0:00 Listening dropped 40 ms",
             "0:02 Speaking Yes. 41 ms",
-            "0:04 Listening bad_audio 42 ms",
+            "0:04 Listening its sound could not be read 42 ms",
         ]
 
 
@@ -355,6 +355,29 @@ def test_without_a_replay_the_clips_are_played_one_after_the_other(
         assert opened.complaints == []
 
 
+def test_a_turn_that_failed_and_an_early_end_say_why(
+    browser: Browser, address: str, answers: Answers
+) -> None:
+    failed = {"turn_index": 2, "input": {"text": "And?"}, "output": {}, "error": "worker_lost"}
+    newer = {"turn_index": 3, "input": {"text": "Hm?"}, "output": {}, "error": "of_a_later_version"}
+    turns = {**TURNS, "turns": [*TURNS["turns"], failed, newer], "end_reason": "worker_lost"}
+    answers.by_request[f"GET {API}"] = {**META, "app_type": "chat", "title": "对话 01-30 09:30"}
+    answers.by_request[f"GET {API}/recording"] = turns
+    with visit(browser, address) as opened:
+        opened.wait_for_state("ready")
+
+        assert opened.page.inner_text("#title") == "对话 01-30 09:30"
+        assert pieces(opened.page)[5:] == [
+            "3 Assistant the worker was lost",
+            "4 You Hm?",
+            "4 Assistant of_a_later_version",
+        ]
+        assert "How it ended the worker was lost" in " ".join(
+            opened.page.inner_text("#meta").split()
+        )
+        assert opened.barriers() == []
+
+
 def test_a_recording_that_is_not_finished_appears_when_it_is(
     browser: Browser, address: str, answers: Answers
 ) -> None:
@@ -370,6 +393,11 @@ def test_a_recording_that_is_not_finished_appears_when_it_is(
         page.clock.run_for(3_100)
         expect(page.locator("#note")).to_contain_text("is being put together")
 
+        # It had given up for good: the recording "cannot be shown: Failed to fetch".
+        page.route("**/api/**", lambda route: route.abort())
+        page.clock.run_for(3_100)
+        expect(page.locator("#note")).to_contain_text("The service does not answer.")
+        page.unroute("**/api/**")
         answers.by_request[f"GET {API}/recording"] = recording
         page.clock.run_for(3_100)
 
@@ -432,6 +460,8 @@ def test_it_fits_names_its_controls_and_speaks_both_languages(opened: Visit) -> 
             page.set_viewport_size(viewport)
             assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
     expect(page.locator("#title")).to_have_text("A talk about France")
+    page.click("details summary")
+    assert opened.barriers() == []
     assert opened.complaints == []
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import which
+from typing import Literal
 
 import numpy as np
+from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Browser, ConsoleMessage, Page, ViewportSize, sync_playwright
 
 from shared.audio import read_wav, write_wav
@@ -16,6 +18,18 @@ from shared.audio import read_wav, write_wav
 CHROMIUM = which("chromium")
 DESKTOP: ViewportSize = {"width": 1280, "height": 860}
 PHONE: ViewportSize = {"width": 360, "height": 740}
+
+LOOKS: tuple[tuple[Literal["light", "dark"], ViewportSize], ...] = (
+    ("light", DESKTOP),
+    ("dark", PHONE),
+)
+AXE_RUN = """async () => {
+    const { violations } = await axe.run(document, { resultTypes: ["violations"] });
+    const why = (node) => [...node.any, ...node.all, ...node.none].map((check) => check.message);
+    const where = `${document.documentElement.lang}, ${innerWidth} wide`;
+    return violations.flatMap(({ id, impact, nodes }) => nodes.map(
+        (node) => `${impact} ${id}: ${node.target} (${where}): ${why(node).join("; ")}`));
+}"""
 
 FLAGS = [
     "--no-sandbox",
@@ -76,6 +90,24 @@ class Visit:
     def wait_for_state(self, *states: str, timeout_s: float = 15) -> None:
         selector = ", ".join(f"body[data-state={state}]" for state in states)
         self.page.wait_for_selector(selector, timeout=1000 * timeout_s)
+
+    def barriers(self) -> list[str]:
+        """What axe finds on the page as it stands, in both languages, light on a desktop and dark
+        on a phone; then the page is as before."""
+        page, before = self.page, self.page.viewport_size or DESKTOP
+        found = []
+        if not page.evaluate("'axe' in window"):
+            page.evaluate(AXE_SCRIPT)
+        for _ in range(2):
+            for scheme, viewport in LOOKS:
+                page.emulate_media(color_scheme=scheme)
+                page.set_viewport_size(viewport)
+                found += page.evaluate(AXE_RUN)
+            # Not by the mouse, which would take the focus along.
+            page.eval_on_selector("[data-language-switch]", "button => button.click()")
+        page.emulate_media(color_scheme="null")
+        page.set_viewport_size(before)
+        return found
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
         """Let the browser run until the condition holds."""

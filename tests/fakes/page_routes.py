@@ -80,6 +80,8 @@ class PageData:
     enabled: list[str] = field(default_factory=lambda: list(APPS))
     status: dict[str, Any] = field(default_factory=lambda: dict(STATUS))
     default_lang: str | None = None
+    titles: dict[str, str] = field(default_factory=dict)
+    """Of recordings, by id; the others are not there."""
 
     def defaults(self) -> dict[str, Any]:
         lang = {} if self.default_lang is None else {"default_lang": self.default_lang}
@@ -105,6 +107,12 @@ def page_routes(data: PageData) -> APIRouter:
     @router.get("/status")
     async def status() -> dict[str, Any]:
         return data.status
+
+    @router.get("/api/sessions/{recording_id}")
+    async def recording(recording_id: str) -> dict[str, Any]:
+        if recording_id not in data.titles:
+            raise HTTPException(404, f"Session not found: {recording_id}")
+        return {"session_id": recording_id, "title": data.titles[recording_id]}
 
     @router.get("/favicon.ico")
     async def favicon() -> Response:

@@ -40,6 +40,8 @@ class Answers:
     """Path -> file name of the page tree."""
     admin_key: str | None = None
     """Asked for by every request but those for pages and files."""
+    refused: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Request -> status and slug that it is answered with."""
     asked: list[tuple[str, Any]] = field(default_factory=list, repr=False)
     """Every request for data with its JSON body."""
 
@@ -64,6 +66,9 @@ def make_app(answers: Answers) -> FastAPI:
         key = request.headers.get("authorization")
         if answers.admin_key is not None and key != f"Bearer {answers.admin_key}":
             return JSONResponse({"detail": "An admin key is needed", "slug": "unauthorized"}, 401)
+        if refusal := answers.refused.get(name):
+            status, slug = refusal
+            return JSONResponse({"detail": f"Refused: {slug}", "slug": slug}, status)
         value = answers.by_request.get(name.replace("HEAD", "GET"))
         match value:
             case None:
@@ -93,14 +98,16 @@ def serving_pages(answers: Answers) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def gateway_alone(folder: Path) -> Iterator[str]:
+def gateway_alone(folder: Path, **settings: Any) -> Iterator[str]:
     """The gateway as a process, with no worker that answers; its address without a slash.
 
     Args:
         folder: of its configuration, and its `service.data_dir`.
+        settings: the other sections of its configuration.
     """
     config = folder / "config.json"
-    config.write_text(json.dumps({"service": {"data_dir": str(folder)}}), encoding="utf-8")
+    content = {"service": {"data_dir": str(folder)}, **settings}
+    config.write_text(json.dumps(content), encoding="utf-8")
     port = free_port()
     argv = [sys.executable, "-m", "gateway", "--config", str(config), "--port", str(port)]
     argv += ["--workers", f"127.0.0.1:{free_port()}"]

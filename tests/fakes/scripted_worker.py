@@ -142,6 +142,9 @@ class ScriptedWorker:
         self.n_live = 0
         self.most_live = 0
         self.n_opens = 0
+        self.may_clean = asyncio.Event()
+        """Cleared: a session that has ended keeps its slot."""
+        self.may_clean.set()
         self._server: Server | None = None
 
     @property
@@ -247,6 +250,7 @@ class ScriptedWorker:
             await session.send(protocol.Opened(slot=self.n_live - 1))
             reason = await (self._be_asked if opened.mode == "chat" else self._converse)(session)
             await asyncio.sleep(self.script.cleanup_delay_s)
+            await self.may_clean.wait()
         finally:
             self.n_live = max(0, self.n_live - 1)
         await session.send(protocol.Closed(reason))

@@ -34,6 +34,8 @@ class TurnScenario:
     recording: str | None = "rec_1"
     waits_before_piece: int | None = None
     """The piece (from 0) before which the answer stops until the client acts."""
+    prepare_error: str | None = None
+    """Half duplex: what a prompt is refused with."""
     chat_error: str | None = None
     chat_queue: list[dict[str, Any]] = field(default_factory=list)
     """Places that a chat request is told; it never gets its turn then."""
@@ -44,6 +46,11 @@ class TurnScenario:
 
     def recorded(self) -> dict[str, str]:
         return {} if self.recording is None else {"recording_session_id": self.recording}
+
+    def prepared(self) -> dict[str, Any]:
+        if self.prepare_error is not None:
+            return {"type": "error", "error": self.prepare_error, "slug": "bad_message"}
+        return {"type": "prepared", "timeout_s": 300, "ignored": []} | self.recorded()
 
 
 class HalfDuplex:
@@ -63,10 +70,7 @@ class HalfDuplex:
             note(message | {"while_answering": self._scenario.is_answering})
             match message["type"]:
                 case "prepare":
-                    await self._socket.send_json(
-                        {"type": "prepared", "timeout_s": 300, "ignored": []}
-                        | self._scenario.recorded()
-                    )
+                    await self._socket.send_json(self._scenario.prepared())
                 case "audio_chunk":
                     await self._hear(message)
                 case "interrupt":

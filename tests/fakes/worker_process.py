@@ -31,11 +31,14 @@ from tests.fakes.model import FakeDuplexModel, FakeState, as_model
 from tests.fakes.session import chunk
 from worker import server
 from worker.lifecycle import Lifecycle, WorkerSettings
+from worker.models.contract import Prompt, TurnPrompt
 from worker.sessions.rehearsal import rehearse
 
 log = logging.getLogger("worker")
 
 SPEECH_RATE_HZ = 24_000
+N_PIECES = 20
+"""Of an answer in turns or in chat: enough for a client to leave in the middle."""
 
 _libc = ctypes.PyDLL(None)
 """Calls through it keep the interpreter's lock, as a badly behaved extension does."""
@@ -46,13 +49,14 @@ class ProcessModel(FakeDuplexModel):
     """The fake model with a unit time, and without its memory of past sessions."""
 
     unit_s: float = 0.0
+    n_pieces: int = N_PIECES
 
     def run(self, kind: str, bucket: Hashable, payloads: Sequence[Any]) -> Sequence[Any]:
-        if kind == "think":
+        if kind in {"think", "write"}:
             time.sleep(self.unit_s)
         if kind == "prefill":
             for _, prompt in payloads:
-                _obey(prompt.system_prompt)
+                _obey(_words(prompt))
         return super().run(kind, bucket, payloads)
 
     def end(self, state: FakeState) -> None:
@@ -61,6 +65,12 @@ class ProcessModel(FakeDuplexModel):
         self.states.remove(state)
         self.calls.clear()
         self.batches.clear()
+
+
+def _words(prompt: Prompt | TurnPrompt) -> str:
+    if isinstance(prompt, Prompt):
+        return prompt.system_prompt
+    return " ".join(part for part in prompt.system if isinstance(part, str))
 
 
 def _obey(prompt: str) -> None:

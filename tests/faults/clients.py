@@ -14,19 +14,20 @@ import os
 import random
 import struct
 import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Self
 from urllib.parse import urlsplit
 
 import numpy as np
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 
 from shared.audio import Samples, encode_base64, samples_to_f32
 from shared.limits import INPUT_SAMPLE_RATE_HZ as RATE
+from shared.limits import MAX_FRAME_BYTES
 from tests.faults.proxy import Proxy, reset
 
 HEAR_TIMEOUT_S: Final = 30.0
@@ -61,6 +62,16 @@ def chunks_of(samples: Samples) -> list[str]:
     return [chunk_of(padded[i : i + RATE]) for i in range(0, len(padded), RATE)]
 
 
+def turn_of(samples: Samples) -> list[str]:
+    """A turn of a half-duplex session in chunks of half a second.
+
+    The sound of its beginning is not heard, and silence ends it.
+    """
+    size = RATE // 2
+    said = np.pad(samples, (size, 2 * size + -len(samples) % size))
+    return [chunk_of(said[i : i + size]) for i in range(0, len(said), size)]
+
+
 @dataclass(frozen=True)
 class Target:
     """A service and the words to use with it. The defaults suit the fake model."""
@@ -77,6 +88,10 @@ class Target:
     prompt: str = "You are a helpful assistant."
     slow_prompt: str = "block 0.2"
     """A prompt whose prefill takes a while."""
+    turn: Sequence[str] = field(default_factory=lambda: turn_of(np.ones(RATE // 2, np.float32)))
+    """Chunks that are a whole turn of a half-duplex session."""
+    turn_patience_s: float = HEAR_TIMEOUT_S
+    """An answer to it that has not begun by then is none."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     @property
@@ -92,6 +107,9 @@ class Target:
 class Caller:
     """A G0 client that says what the protocol allows, until it does not."""
 
+    path: ClassVar[str] = "/ws/duplex/{session_id}"
+    prefix: ClassVar[str] = "omni"
+
     def __init__(self, socket: ClientConnection, target: Target, session_id: str) -> None:
         self.socket = socket
         self.target = target
@@ -102,13 +120,12 @@ class Caller:
     @asynccontextmanager
     async def open(
         cls, target: Target, session_id: str | None = None, **options: Any
-    ) -> AsyncIterator[Caller]:
+    ) -> AsyncIterator[Self]:
         """A connection without any message yet; cut at the end of the block if still there."""
-        session_id = session_id or f"omni_{os.getpid()}_{next(_numbers)}"
+        session_id = session_id or f"{cls.prefix}_{os.getpid()}_{next(_numbers)}"
         options = {"ping_interval": None, "max_size": None} | options
-        socket = await connect(
-            f"{target.url}/ws/duplex/{session_id}", proxy=None, compression=None, **options
-        )
+        url = target.url + cls.path.format(session_id=session_id)
+        socket = await connect(url, proxy=None, compression=None, **options)
         try:
             yield cls(socket, target, session_id)
         finally:
@@ -117,7 +134,7 @@ class Caller:
 
     @classmethod
     @asynccontextmanager
-    async def live(cls, target: Target, **options: Any) -> AsyncIterator[Caller]:
+    async def live(cls, target: Target, **options: Any) -> AsyncIterator[Self]:
         """A session that has been prepared."""
         async with cls.open(target, **options) as caller:
             await caller.prepare()
@@ -178,11 +195,18 @@ class Caller:
             except ConnectionClosed:
                 return messages, self.socket.close_code
 
+    async def last_word(self) -> tuple[str, int | None]:
+        """The type of the last message before the socket's end, of an error its slug, "" without
+        any; and the close code."""
+        messages, code = await self.rest()
+        last = messages[-1] if messages else {"type": ""}
+        return last["slug" if last["type"] == "error" else "type"], code
+
     async def stop(self) -> int | None:
         """End in the protocol's own way; returns the close code."""
         await self.say("stop")
-        messages, code = await self.rest()
-        assert messages[-1]["type"] == "stopped", messages[-1]
+        word, code = await self.last_word()
+        assert word == "stopped", word
         return code
 
     def vanish(self) -> None:
@@ -196,14 +220,21 @@ class Caller:
         """Send the first half of a chunk's frame and nothing of the rest."""
         text = json.dumps({"type": "audio_chunk", "audio_base64": self.target.silence})
         frame = Frame(Opcode.TEXT, text.encode()).serialize(mask=True, extensions=[])
+        self._write(frame[: len(frame) // 2])
+
+    def announce_too_much(self) -> None:
+        """Send the head of a frame that is longer than any may be."""
+        self._write(b"\x81\xff" + (2 * MAX_FRAME_BYTES).to_bytes(8, "big") + bytes(4))
+
+    def _write(self, data: bytes) -> None:
         try:
-            self.socket.transport.write(frame[: len(frame) // 2])
+            self.socket.transport.write(data)
         except RuntimeError as error:
             # The server has ended the session, and this end has said goodbye already.
             raise ConnectionResetError("the session was over") from error
 
 
-# ---- the endings; each takes at most one slot at a time unless it is in NEEDS_ALL_SLOTS
+# ---- the endings; `endings.py` says which of them take little time and one slot
 
 
 async def stopped(target: Target) -> None:
@@ -289,25 +320,19 @@ async def killed_while_paused(target: Target) -> None:
 async def outstayed_its_pause(target: Target) -> None:
     async with Caller.live(target) as caller:
         await caller.say("pause", timeout=0.1)
-        messages, code = await caller.rest()
-        assert messages[-1]["type"] == "timeout"
-        assert code == 1000
+        assert await caller.last_word() == ("timeout", 1000)
 
 
 async def sent_garbage_text(target: Target) -> None:
     async with Caller.live(target) as caller:
         await caller.socket.send("{no json" + "x" * target.rng.randrange(1000))
-        messages, code = await caller.rest()
-        assert messages[-1]["slug"] == "not_json"
-        assert code == 1007
+        assert await caller.last_word() == ("not_json", 1007)
 
 
 async def sent_garbage_bytes(target: Target) -> None:
     async with Caller.live(target) as caller:
         await caller.socket.send(target.rng.randbytes(1000))
-        messages, code = await caller.rest()
-        assert messages[-1]["slug"] == "unexpected_binary"
-        assert code == 1003
+        assert await caller.last_word() == ("unexpected_binary", 1003)
 
 
 async def sent_broken_frames(target: Target) -> None:
@@ -337,6 +362,12 @@ async def sent_bad_images_then_stopped(target: Target) -> None:
         assert await caller.stop() == 1000
 
 
+async def announced_an_over_long_message(target: Target) -> None:
+    async with Caller.live(target) as caller:
+        caller.announce_too_much()
+        assert await caller.last_word() == ("frame_too_large", 1009)
+
+
 async def sent_no_http(target: Target) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", target.port)
     writer.write(target.rng.randbytes(300))
@@ -352,11 +383,8 @@ async def left_in_the_handshake(target: Target) -> None:
 
 
 async def was_refused(target: Target) -> None:
-    try:
-        async with Caller.open(target, session_id="no%20good"):
-            pass
-    except (InvalidHandshake, ConnectionClosed):
-        return
+    async with Caller.open(target, session_id="no%20good") as caller:
+        assert await caller.last_word() == ("bad_session_id", 1008)
 
 
 async def stopped_reading(target: Target) -> None:
@@ -425,35 +453,3 @@ async def holding_slots(target: Target, n_slots: int) -> AsyncIterator[None]:
             yield
         finally:
             release.set()
-
-
-Ending = Callable[[Target], Coroutine[Any, Any, None]]
-
-ENDINGS: Final[tuple[Ending, ...]] = (
-    stopped,
-    stopped_with_chunks_unanswered,
-    closed,
-    killed,
-    reset_in_mid_frame,
-    ended_in_mid_frame,
-    killed_while_the_gateway_connects,
-    killed_between_queue_done_and_prepare,
-    killed_while_the_worker_prefills,
-    closed_while_the_model_speaks,
-    killed_while_the_model_speaks,
-    killed_while_paused,
-    outstayed_its_pause,
-    sent_garbage_text,
-    sent_garbage_bytes,
-    sent_broken_frames,
-    sent_bad_messages_then_stopped,
-    sent_bad_images_then_stopped,
-    sent_no_http,
-    left_in_the_handshake,
-    was_refused,
-    cut_on_the_way,
-)
-"""Those that take little time and at most one slot."""
-
-SLOW_ENDINGS: Final[tuple[Ending, ...]] = (stopped_reading, gone_silent)
-NEEDS_ALL_SLOTS: Final[tuple[Ending, ...]] = (killed_while_queued, closed_while_queued)

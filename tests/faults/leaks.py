@@ -1,4 +1,4 @@
-"""Sessions that end in every way against one worker, and what they leave behind.
+"""Sessions of all modes that end in every way against one worker, and what they leave behind.
 
     .venv/bin/python -m tests.faults.leaks --sessions 200 --backend cascade
 
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from client.media import read_audio
-from tests.faults.clients import (
+from tests.faults.clients import Target, chunks_of, gone_silent, turn_of
+from tests.faults.endings import (
     ENDINGS,
     NEEDS_ALL_SLOTS,
     SLOW_ENDINGS,
+    WARM_UP,
     Ending,
-    Target,
-    chunks_of,
-    gone_silent,
+    by_mode,
 )
 from tests.faults.processes import Usage, cascade_worker, fake_worker, gateway, running, wait_ready
 from tests.faults.service import Service, mixed, run_all
@@ -53,19 +53,25 @@ def measure(folder: Path, backend: str, n_sessions: int, seed: int) -> dict[str,
     front = gateway(folder, [worker.port])
     target = Target(front.ws_url, N_SLOTS, rng=rng)
     if backend == "cascade":
-        question = chunks_of(read_audio(QUESTION))
-        silence = chunks_of(read_audio(QUESTION) * 0)[0]
-        target = replace(target, silence=silence, speech=question, chunk_s=CASCADE_CHUNK_S)
-    n_early = n_sessions // 10
+        spoken = read_audio(QUESTION)
+        target = replace(
+            target,
+            silence=chunks_of(spoken * 0)[0],
+            speech=chunks_of(spoken),
+            turn=turn_of(spoken),
+            chunk_s=CASCADE_CHUNK_S,
+        )
+    early_endings = [*slow, *WARM_UP]
+    early_endings += mixed(ENDINGS, n_sessions // 10 - len(early_endings), rng)
+    late_endings = mixed(ENDINGS, n_sessions - len(early_endings) - len(NEEDS_ALL_SLOTS), rng)
     with running(front, worker):
         wait_ready(front, worker)
         service = Service(front, [worker], target)
         ended: Counter[str] = Counter()
         before, began_at = service.settle(), time.monotonic()
-        asyncio.run(_run(target, [*slow, *mixed(ENDINGS, n_early - len(slow), rng)], ended))
+        asyncio.run(_run(target, early_endings, ended))
         early = service.settle()
-        rest = n_sessions - n_early - len(NEEDS_ALL_SLOTS)
-        asyncio.run(_run(target, [*mixed(ENDINGS, rest, rng), *NEEDS_ALL_SLOTS], ended))
+        asyncio.run(_run(target, [*late_endings, *NEEDS_ALL_SLOTS], ended))
         late = service.settle()
         took_s = time.monotonic() - began_at
         leaks = service.leaks(before, early)
@@ -75,6 +81,7 @@ def measure(folder: Path, backend: str, n_sessions: int, seed: int) -> dict[str,
         "backend": backend,
         "sessions": sum(ended.values()),
         "took_s": round(took_s, 1),
+        "modes": by_mode(ended),
         "ended": dict(ended),
         "errors": status.get("errors", {}),
         "trace_lines": n_trace_lines,
@@ -117,7 +124,8 @@ def main() -> int:
         logs = arguments.logs or Path(folder)
         report = measure(logs, arguments.backend, arguments.sessions, arguments.seed)
     show_usage(report["usage"])
-    print(f"{report['sessions']} sessions in {report['took_s']} s, errors {report['errors']}")
+    print(f"{report['sessions']} sessions in {report['took_s']} s, {report['modes']}")
+    print(f"errors by slug: {report['errors']}")
     for leak in report["leaks"]:
         print(f"leak: {leak}")
     print(json.dumps(report))

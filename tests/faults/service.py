@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from client.paced import LoopProbe
-from tests.faults.clients import NEEDS_ALL_SLOTS, Ending, Target
+from tests.faults.clients import Target
+from tests.faults.endings import NEEDS_ALL_SLOTS, Ending
 from tests.faults.processes import Process, Usage, wait_until
 
 SETTLE_TIMEOUT_S = 45.0
@@ -131,6 +132,7 @@ async def run_all(
 
 def mixed(endings: Sequence[Ending], n: int, rng: random.Random) -> list[Ending]:
     """`n` endings in random order, each as often as the others."""
-    many = [endings[i % len(endings)] for i in range(n)]
+    order = rng.sample(endings, len(endings))
+    many = [order[i % len(order)] for i in range(n)]
     rng.shuffle(many)
     return many

@@ -5,7 +5,7 @@
 
 Without `--url` it starts a gateway, a cascade worker with four slots and a second worker around
 the fake model. Two sessions on the cascade ask a spoken question every twenty seconds, at the pace
-of a microphone. Meanwhile, seeded, sessions on both workers end in every way there is, send
+of a microphone. Meanwhile, seeded, sessions of all modes on both workers end in every way, send
 garbage and image bombs, do not read, come over bad networks, in crowds that have to queue; the
 second worker is killed, frozen, stopped and started again. With `--url` a service that runs
 already gets the same clients; its processes are left alone and not looked into.
@@ -26,9 +26,8 @@ import json
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -36,26 +35,23 @@ from typing import Any, Final
 import numpy as np
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from client.duplex import DuplexClient, DuplexError
-from client.journal import Journal, percentiles
+from client.journal import percentiles
 from client.media import read_audio
-from client.paced import Chunk, LoopProbe, stream
+from client.paced import LoopProbe
 from scripts.machine import fetch
 from shared.limits import INPUT_SAMPLE_RATE_HZ as RATE
-from shared.playback import DEFAULT_BUFFER_S
-from tests.bench.bench_conversation import Track
 from tests.bench.provenance import provenance
 from tests.faults.clients import (
-    ENDINGS,
-    SLOW_ENDINGS,
     Caller,
-    Ending,
     Target,
     chunk_of,
     chunks_of,
     closed_while_the_model_speaks,
     killed_while_the_model_speaks,
+    turn_of,
 )
+from tests.faults.endings import ENDINGS, SLOW_ENDINGS, Ending, by_mode
+from tests.faults.healthy import PERIOD_S, QUESTIONS, Healthy
 from tests.faults.leaks import show_usage
 from tests.faults.processes import (
     Process,
@@ -69,98 +65,29 @@ from tests.faults.processes import (
 )
 from tests.faults.proxy import Proxy
 from tests.faults.service import Service
+from tests.faults.turn_clients import (
+    turns_closed_in_mid_answer,
+    turns_interrupted_then_stopped,
+    turns_killed_in_mid_answer,
+    turns_stopped,
+    turns_stopped_in_mid_answer,
+)
 
 ASSETS = Path(__file__).parents[1] / "assets"
-QUESTIONS: Final = (("capital_france.wav", "France"), ("days_in_week.wav", "week"))
-"""Clips, and a word their caption has to hold."""
-
-PERIOD_S = 20
-DEADLINE_S = 1.0
 N_CASCADE_SLOTS = 4
 N_FAKE_SLOTS = 2
 AT_A_TIME = 3
 QUESTION_SHARE = 0.1
 """Of the faulty sessions that speak: so many ask a real question, the others hiss."""
 
+QUESTION_PATIENCE_S = 20.0
+NOISE_PATIENCE_S = 2.0
+"""For an answer in half duplex; the embedded voice detector takes noise for no turn."""
+
 CROWD = 8
 FAULT_INTERVAL_S = 25.0
 FROZEN_S = 4.0
 DOWN_S = 2.0
-
-
-# ---- the healthy
-
-
-@dataclass
-class Healthy:
-    """One conversation that nothing may disturb."""
-
-    name: str
-    first_at_s: int
-    """When it asks for the first time, in its own seconds."""
-    is_live: asyncio.Event = field(default_factory=asyncio.Event)
-    journal: Journal = field(default_factory=Journal)
-    problem: str = ""
-
-    async def run(self, url: str, n_units: int) -> None:
-        try:
-            async with DuplexClient(url, mode="audio") as session:
-                await session.prepare()
-                self.is_live.set()
-                begin_at = time.monotonic()
-                self.journal = await stream(session, self._chunks(n_units), begin_at, 1.0)
-                self.problem = self.journal.problem or ""
-                await session.stop()
-        except DuplexError as error:
-            self.problem = str(error)
-        finally:
-            self.is_live.set()
-
-    def _chunks(self, n_units: int) -> Iterator[Chunk]:
-        """Questions in turn, one in each period, each a bit later within its chunk."""
-        track = Track.silence(PERIOD_S * len(QUESTIONS))
-        for index, (clip, _) in enumerate(QUESTIONS):
-            track.say(clip, index * PERIOD_S + 0.37 * index)
-        silence = np.zeros(RATE, np.float32)
-        n_seconds = len(track.samples) // RATE
-        for unit in range(n_units):
-            second = unit - self.first_at_s
-            if second < 0 or second // PERIOD_S >= self._n_questions(n_units):
-                yield silence, ()
-            else:
-                start = second % n_seconds * RATE
-                yield track.samples[start : start + RATE], ()
-
-    def _n_questions(self, n_units: int) -> int:
-        """Those that have their whole period."""
-        return max(0, (n_units - self.first_at_s) // PERIOD_S)
-
-    def report(self, n_units: int) -> dict[str, Any]:
-        journal, wrong = self.journal, []
-        for number in range(self._n_questions(n_units)):
-            begin = self.first_at_s + number * PERIOD_S
-            replies = journal.replies[begin : begin + PERIOD_S]
-            heard = " ".join(reply.result.heard for reply in replies)
-            if QUESTIONS[number % len(QUESTIONS)][1] not in heard:
-                wrong.append({"unit": begin, "heard": heard})
-        return {
-            "units": len(journal.replies),
-            "expected": n_units,
-            "latency_ms": percentiles(journal.latencies_s(), 1000),
-            "missed": sum(s > DEADLINE_S for s in journal.latencies_s()) + journal.n_unanswered,
-            "dropped": journal.n_dropped,
-            "gaps_ms": percentiles(journal.gaps_s(DEFAULT_BUFFER_S), 1000),
-            "interruptions": sum(reply.result.interrupted for reply in journal.replies),
-            "questions": self._n_questions(n_units),
-            "wrong_captions": wrong,
-            "errors": [error.slug for error in journal.errors],
-            "problem": self.problem,
-        }
-
-    def is_well(self, n_units: int) -> bool:
-        figures = self.report(n_units)
-        bad = ("missed", "dropped", "wrong_captions", "errors", "problem")
-        return figures["units"] == n_units and not any(figures[name] for name in bad)
 
 
 # ---- the faulty
@@ -203,7 +130,15 @@ FAULTY: Final[tuple[Ending, ...]] = (
     spoke_over_a_thin_line,
     came_in_a_crowd,
 )
-SPEAKING: Final = (closed_while_the_model_speaks, killed_while_the_model_speaks)
+SPEAKING: Final = (
+    closed_while_the_model_speaks,
+    killed_while_the_model_speaks,
+    turns_closed_in_mid_answer,
+    turns_interrupted_then_stopped,
+    turns_killed_in_mid_answer,
+    turns_stopped,
+    turns_stopped_in_mid_answer,
+)
 
 
 @dataclass
@@ -217,7 +152,13 @@ class Trouble:
     """By a fault of a worker, mostly: these sessions check what they get."""
 
     async def run(self) -> None:
-        question = replace(self.target, speech=chunks_of(read_audio(ASSETS / QUESTIONS[0][0])))
+        spoken = read_audio(ASSETS / QUESTIONS[0][0])
+        question = replace(
+            self.target,
+            speech=chunks_of(spoken),
+            turn=turn_of(spoken),
+            turn_patience_s=QUESTION_PATIENCE_S,
+        )
         while True:
             ending = self.rng.choice(FAULTY)
             asks = ending in SPEAKING and self.rng.random() < QUESTION_SHARE
@@ -259,9 +200,20 @@ async def worker_faults(worker: Process, rng: random.Random, done: Counter[str])
 # ---- one run
 
 
-def noise() -> str:
-    samples = np.random.default_rng(3).standard_normal(RATE).astype(np.float32)
-    return chunk_of(np.clip(0.3 * samples, -0.9, 0.9))
+def target_at(url: str, n_slots: int, rng: random.Random) -> Target:
+    """A service whose faulty clients hiss, at the pace of a microphone."""
+    hiss = 0.3 * np.random.default_rng(3).standard_normal(RATE).astype(np.float32)
+    hiss = np.clip(hiss, -0.9, 0.9)
+    return Target(
+        url,
+        n_slots,
+        silence=chunk_of(np.zeros(RATE, np.float32)),
+        speech=(chunk_of(hiss),),
+        turn=turn_of(hiss),
+        turn_patience_s=NOISE_PATIENCE_S,
+        chunk_s=1.0,
+        rng=rng,
+    )
 
 
 async def converse(
@@ -296,14 +248,7 @@ def soak(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
     options: dict[str, Any] = {"unit_ms": 20, "unit_samples": RATE, "speech_s": 10.0}
     fake = fake_worker(folder, "fake", slots=N_FAKE_SLOTS, **options)
     front = gateway(folder, [cascade.port, fake.port])
-    target = Target(
-        front.ws_url,
-        N_CASCADE_SLOTS + N_FAKE_SLOTS,
-        silence=chunk_of(np.zeros(RATE, np.float32)),
-        speech=(noise(),),
-        chunk_s=1.0,
-        rng=rng,
-    )
+    target = target_at(front.ws_url, N_CASCADE_SLOTS + N_FAKE_SLOTS, rng)
     service = Service(front, [cascade, fake], target)
     n_units = int(minutes * 60)
     healthy = [Healthy("first", 2), Healthy("second", 2 + PERIOD_S // 2)]
@@ -363,14 +308,7 @@ def soak_at(url: str, minutes: float, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     http_url = url.replace("ws", "http", 1)
     before = json.loads(fetch(f"{http_url}/status", 5.0) or b"{}")
-    target = Target(
-        url,
-        before["slots_total"],
-        silence=chunk_of(np.zeros(RATE, np.float32)),
-        speech=(noise(),),
-        chunk_s=1.0,
-        rng=rng,
-    )
+    target = target_at(url, before["slots_total"], rng)
     n_units = int(minutes * 60)
     healthy = [Healthy("first", 2), Healthy("second", 2 + PERIOD_S // 2)]
     troubles = [Trouble(target, random.Random(rng.random())) for _ in range(AT_A_TIME)]
@@ -398,10 +336,12 @@ def soak_at(url: str, minutes: float, seed: int) -> dict[str, Any]:
 def _figures(
     healthy: Sequence[Healthy], n_units: int, troubles: Sequence[Trouble], probe: LoopProbe
 ) -> dict[str, Any]:
+    faulty = dict(sum((trouble.ended for trouble in troubles), Counter()))
     return {
         "healthy": {one.name: one.report(n_units) for one in healthy},
         "healthy_are_well": all(one.is_well(n_units) for one in healthy),
-        "faulty": dict(sum((trouble.ended for trouble in troubles), Counter())),
+        "faulty_by_mode": by_mode(faulty),
+        "faulty": faulty,
         "cut_short": dict(sum((trouble.cut_short for trouble in troubles), Counter())),
         "own_loop_late_ms": percentiles(probe.late_s, 1000),
     }
@@ -416,7 +356,8 @@ def show(report: dict[str, Any]) -> None:
             f"{'  ' + one['problem'] if one['problem'] else ''}"
         )
         print(f"{'':8} latency ms {one['latency_ms']}  gaps ms {one['gaps_ms']}")
-    print(f"faulty sessions: {sum(report['faulty'].values())} {report['faulty']}")
+    print(f"faulty sessions: {sum(report['faulty'].values())} {report['faulty_by_mode']}")
+    print(f"how they ended: {report['faulty']}")
     print(f"cut short: {report['cut_short']}")
     print(f"faults of the second worker: {report.get('worker_faults', {})}")
     print(f"errors by slug: {report['error_slugs']}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gateway.server import PINGS_BEFORE_DEAD
+from gateway.client_socket import PINGS_BEFORE_DEAD
 from shared.limits import MAX_INBOX_UNITS
 from tests.fakes.ports import free_port
 from tests.faults.clients import Caller, Target, stopped

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
 from client.duplex import ErrorEvent, Result
 from client.journal import NO_SAMPLES, Sent
 from tests.faults import leaks
+from tests.faults.clients import Caller, Target
+from tests.faults.endings import ENDINGS, by_mode
+from tests.faults.healthy import PERIOD_S, Healthy
 from tests.faults.processes import fake_worker, gateway, running, wait_ready
-from tests.faults.soak import PERIOD_S, Healthy, soak_at
+from tests.faults.service import mixed
+from tests.faults.soak import soak_at
 
 N_UNITS = 3 * PERIOD_S
 
@@ -83,7 +89,33 @@ def test_a_short_soak_of_a_running_service_finds_nothing_wrong(tmp_path: Path) -
 
     assert report["healthy_are_well"], report["healthy"]
     assert report["leaks"] == []
-    assert sum(report["faulty"].values()) > 0
+    assert sum(report["faulty_by_mode"].values()) == sum(report["faulty"].values()) > 0
+
+
+async def test_a_service_that_hangs_up_without_a_word_cuts_an_ending_short() -> None:
+    """It raised IndexError, which ended the soak."""
+
+    async def hang_up(socket: ServerConnection) -> None:
+        await socket.recv()
+
+    async with serve(hang_up, "127.0.0.1", 0) as server:
+        port = next(iter(server.sockets)).getsockname()[1]
+        async with Caller.open(Target(f"ws://127.0.0.1:{port}", 1)) as caller:
+            with pytest.raises(AssertionError):
+                await caller.stop()
+
+
+def test_sessions_are_counted_by_their_mode() -> None:
+    ended = {"stopped": 2, "came_in_a_crowd": 1, "turns_stopped": 3, "chat_closed_while_queued": 4}
+
+    assert by_mode(ended) == {"duplex": 3, "half_duplex": 3, "chat": 4}
+
+
+def test_a_few_endings_are_taken_from_all_of_them() -> None:
+    """It was the first few of the list, in random order."""
+    seen = {ending for seed in range(40) for ending in mixed(ENDINGS, 5, random.Random(seed))}
+
+    assert len(seen) > len(ENDINGS) / 2
 
 
 def test_the_leak_script_reports_what_processes_hold(
@@ -95,5 +127,6 @@ def test_the_leak_script_reports_what_processes_hold(
 
     assert report["leaks"] == []
     assert report["sessions"] == 40
+    assert set(report["modes"]) == {"duplex", "half_duplex", "chat"}
     assert report["trace_lines"] == 0
     assert set(report["usage"]["gateway"]) == {"start", "early", "end"}

@@ -14,18 +14,27 @@ from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed
 
 from shared.protocol import (
+    Ask,
+    AudioPart,
+    ChatMessage,
     Closed,
     DuplexSettings,
     Event,
     Failure,
+    GenerationSettings,
+    ImagePart,
     Input,
     Interrupt,
     Open,
     Pause,
     Prepare,
+    PrepareTurns,
     Result,
     Resume,
     Stop,
+    TextPart,
+    VadSettings,
+    VideoPart,
     encode,
 )
 from tests.fakes.gateway import wait_until
@@ -33,14 +42,40 @@ from tests.fakes.model import UNIT_SAMPLES
 from tests.fakes.worker import FakeWorker, Peer
 
 BOUND_S = 10.0
-OPENING = Open("fuzz", "duplex", "omni_duplex")
-
 NUMBERS = st.floats() | st.integers(-(2**63), 2**64 - 1)
 AUDIO = st.one_of(
     st.sampled_from([b"", b"abc", b"\xff" * 8, bytes(4 * 16_000 * 31)]),
     st.integers(1, 3 * UNIT_SAMPLES).map(lambda n: struct.pack("<f", 1.0) * n),
 )
+PARTS = st.lists(
+    st.one_of(
+        st.builds(TextPart, st.sampled_from(["", "hello", "fail", "too long", "y" * 20_000])),
+        st.builds(ImagePart, st.binary(max_size=8)),
+        st.builds(AudioPart, AUDIO),
+        st.builds(VideoPart, st.binary(max_size=8), st.integers(-1, 2**40)),
+    ),
+    max_size=3,
+)
+GENERATION = st.builds(
+    GenerationSettings,
+    max_new_tokens=st.none() | st.integers(-5, 2**60),
+    temperature=st.none() | st.floats(),
+)
+HELLO = [ChatMessage("user", [TextPart("hello")])]
+MESSAGES = st.lists(st.builds(ChatMessage, st.sampled_from(["user", "system"]), PARTS), max_size=2)
+ASK = st.one_of(
+    st.builds(Ask, MESSAGES),
+    st.builds(Ask, st.just(HELLO), GENERATION, voice=AUDIO, speaks=st.booleans()),
+    st.builds(Ask, st.just(HELLO), max_slice_nums=st.integers(-5, 5)),
+)
+PREPARE_TURNS = st.one_of(
+    st.builds(PrepareTurns, PARTS, generation=GENERATION),
+    st.builds(PrepareTurns, st.just([]), st.builds(VadSettings, st.floats(), st.floats())),
+    st.builds(PrepareTurns, st.just([]), timeout_s=st.floats()),
+)
 COMMANDS = st.one_of(
+    PREPARE_TURNS,
+    ASK,
     st.builds(Open, st.text(max_size=200), st.just("duplex"), st.just("audio_duplex")),
     st.builds(
         Prepare,
@@ -75,6 +110,17 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 FRAMES = st.one_of(*[COMMANDS] * 3, damaged(), PACKED, st.binary(max_size=20), st.text(max_size=9))
+
+
+OPENINGS = st.one_of(
+    st.just([]),
+    st.just([Open("fuzz", "duplex", "omni_duplex"), Prepare("x")]),
+    PREPARE_TURNS.map(lambda prepare: [Open("f", "half_duplex", "half_duplex_audio"), prepare]),
+    ASK.map(lambda ask: [Open("fuzz", "chat", "chat"), ask]),
+)
+SESSIONS = st.tuples(OPENINGS, st.lists(FRAMES, max_size=10)).map(
+    lambda parts: [*map(encode, parts[0]), *parts[1]]
+)
 
 
 @dataclass
@@ -142,23 +188,21 @@ def check(heard: list[Event], ending: str) -> None:
 
 
 @settings(
-    max_examples=120,
+    max_examples=240,
     derandomize=True,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
 @given(
-    st.booleans(),
-    st.lists(FRAMES, max_size=10),
+    SESSIONS,
     st.sampled_from(["stop", "close", "reset"]),
 )
-def test_no_frame_hurts_the_worker_or_a_neighbour(runner, stage, opens, frames, ending):
-    first = [encode(OPENING), encode(Prepare("x"))] if opens else []
+def test_no_frame_hurts_the_worker_or_a_neighbour(runner, stage, frames, ending):
 
     async def example() -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(play(stage, [*first, *frames], ending))
+            group.create_task(play(stage, frames, ending))
             group.create_task(stage.neighbour_is_well())
         await stage.is_clean()
         assert (await stage.worker.health()).worker_status == "idle"

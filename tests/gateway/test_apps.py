@@ -69,7 +69,7 @@ async def test_switching_needs_an_admin_key_where_there_are_any():
             for key in ("k1", "boss")
         ]
 
-    assert [answer.status_code for answer in answers] == [401, 200]
+    assert [answer.status_code for answer in answers] == [403, 200]
 
 
 def test_a_disabled_app_is_refused_by_its_name():

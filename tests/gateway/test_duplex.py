@@ -14,8 +14,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from gateway import link, outbox, pool, relay
+from gateway.client_socket import ClientProtocol
 from gateway.pool import Lease
-from gateway.server import ClientProtocol
 from shared.config import Config
 from shared.limits import MAX_INBOX_UNITS
 from shared.protocol import Failure, Input, Prepare, Result, Stop

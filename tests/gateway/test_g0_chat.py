@@ -311,10 +311,11 @@ def test_the_prompt_is_shown_to_whoever_asks_for_it():
 def test_the_queue_is_told_only_to_clients_that_know_its_messages():
     quiet, curious = asked(), asked(queue_events=True)
 
-    assert (quiet.queued("q", PLACE), quiet.queue_update(PLACE), quiet.queue_done()) == (None,) * 3
+    told = (quiet.queued("q", PLACE), quiet.queue_update(PLACE), quiet.queue_done(0.0))
+    assert told == (None,) * 3
     assert json.loads(curious.queued("q", PLACE))["type"] == "queued"
     assert json.loads(curious.queue_update(PLACE))["type"] == "queue_update"
-    assert json.loads(curious.queue_done()) == {"type": "queue_done"}
+    assert json.loads(curious.queue_done(0.0)) == {"type": "queue_done"}
 
 
 def test_the_body_of_an_answer_has_every_field_of_the_reference():

@@ -328,5 +328,5 @@ def test_queue_messages_have_the_references_fields():
     fields = {"position": 2, "estimated_wait_s": 12.5, "queue_length": 3, "state": "waiting"}
     assert queued == {"type": "queued", "ticket_id": "q_1", **fields}
     assert update == {"type": "queue_update", **fields}
-    assert json.loads(G0Duplex().queue_done()) == {"type": "queue_done"}
+    assert json.loads(G0Duplex().queue_done(0.0)) == {"type": "queue_done"}
     assert isinstance(parse("resume"), Resume)

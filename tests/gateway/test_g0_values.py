@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.dialects.g0_values import MAX_MARKS, json_object
+from gateway.dialects.g0_values import MAX_MARKS, json_object, section, shown, word_of
 from shared.errors import BadMessage
 from shared.limits import MAX_CHAT_CHARS
 
@@ -30,3 +30,23 @@ def test_the_longest_text_and_large_media_are_no_values():
         "data": media,
         "smile": "😀",
     }
+
+
+@pytest.mark.parametrize("word", ["null", "true", "false"])
+def test_an_error_names_what_came_in_the_words_of_json(word):
+    """They were named as Python does: None, True, False."""
+    value = json_object(f'{{"x": {word}}}')["x"]
+
+    assert shown(value) == word
+    assert word_of(value) == word
+    with pytest.raises(BadMessage, match=f"got {word}$"):
+        json_object(word)
+
+
+def test_a_number_of_any_size_is_named():
+    assert shown(10**30) == "1" + "0" * 30
+
+
+def test_a_section_that_is_a_flag_is_named_so():
+    with pytest.raises(BadMessage, match="^tts is true, expected an object$"):
+        section({"tts": True}, "tts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import struct
@@ -177,6 +178,20 @@ async def test_the_end_of_the_time_is_told_before_the_close(serve, talker):
         assert (message["type"], message["reason"]) == ("timeout", "Session timeout (1.0s)")
         assert message["elapsed_s"] >= 0
         assert await client.closed() == 1000
+
+
+async def test_a_place_that_was_never_prepared_says_how_long_it_was_kept(serve, talker):
+    async with (
+        ScriptedWorker() as worker,
+        serve([worker]) as running,
+        running.dial_path(PATH) as socket,
+    ):
+        client = talker(socket)
+        await client.hear_kind("queue_done")
+        await asyncio.sleep(0.15)
+        await worker.sessions[0].send(Failure("session_timeout", "Idle timeout (30.0s)", 1000))
+
+        assert 0.1 <= (await client.hear_kind("timeout"))["elapsed_s"] < 10
 
 
 async def test_a_turn_that_fails_is_told_and_the_session_goes_on(serve, talker):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import httpx
 import pytest
 
 from gateway import pool
 from shared.config import Config
 from tests.fakes.scripted_worker import Script, ScriptedWorker
+
+ROOT = Path(__file__).parents[2]
 
 WITH_KEYS = Config.model_validate({"security": {"api_keys": ["k1", "k2"], "admin_keys": ["boss"]}})
 
@@ -105,6 +110,14 @@ async def test_status_counts_each_worker_once(serve, talker, until):
         "estimated_remaining_s",
     }
     assert (task["worker_id"], task["request_type"]) == ("worker_0", "omni_duplex")
+
+
+def test_every_word_for_what_a_worker_does_is_documented():
+    text = " ".join((ROOT / "docs/http.md").read_text().split())
+    (said,) = re.findall(r"`status` of a worker is (.*?)\. ", text)
+    words = {"loading", "idle", "draining", "error", "offline", *pool.BUSY_WORD.values()}
+
+    assert set(re.findall(r"`(\w+)`", said)) == words
 
 
 async def test_workers_have_the_references_fields_and_the_start_stages(serve, talker):
@@ -271,7 +284,7 @@ class TestKeys:
             user = await http.delete("/api/queue/q_1?api_key=k1")
             admin = await http.delete("/api/queue/q_1?api_key=boss")
 
-        assert (user.status_code, admin.status_code) == (401, 200)
+        assert (user.status_code, admin.status_code) == (403, 200)
 
     async def test_a_session_without_key_is_told_and_closed_with_1008(self, serve, talker):
         async with (

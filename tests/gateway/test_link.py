@@ -12,6 +12,7 @@ from websockets.asyncio.server import serve as listen
 from gateway.inbox import n_bytes_of
 from gateway.link import PIECE_BYTES, Background, WorkerLink
 from gateway.offload import LargeFrames
+from gateway.pool import Lease
 from shared.limits import LARGE_FRAME_BYTES
 from shared.protocol import Ask, ChatMessage, Input, Stop, VideoPart, decode_command, encode
 
@@ -39,7 +40,7 @@ async def worker():
 
 @pytest.fixture
 async def link(worker):
-    link = WorkerLink(None, Background(), LargeFrames())
+    link = WorkerLink(Lease(None, None, "omni_a", "omni_duplex", 0.0), Background(), LargeFrames())
     async with listen(worker, "127.0.0.1", 0, max_size=None) as server:
         port = server.sockets[0].getsockname()[1]
         async with connect(f"ws://127.0.0.1:{port}", compression=None, proxy=None) as connection:
@@ -60,7 +61,7 @@ class Counting:
 
 @pytest.mark.parametrize("command", [ASK, Input(0, bytes(64_000))])
 async def test_only_what_is_large_goes_in_pieces(command):
-    link = WorkerLink(None, Background(), LargeFrames())
+    link = WorkerLink(Lease(None, None, "omni_a", "omni_duplex", 0.0), Background(), LargeFrames())
     link._connection = connection = Counting()
 
     await link.send(command)

@@ -82,7 +82,7 @@ async def test_the_page_of_a_disabled_app_leads_home(tree, app_id, route):
         ]
 
     # What the address says beside the path is the page's to keep.
-    assert (answer.status_code, answer.headers["location"]) == (302, "/?api_key=k")
+    assert (answer.status_code, answer.headers["location"]) == (302, "./?api_key=k")
     assert answer.headers["cache-control"] == "no-store"
     assert others == [200] * 3
 
@@ -95,12 +95,12 @@ async def test_phones_are_led_to_their_pages(tree):
         disabled = [await front.http.get(path) for path in ("/mobile-omni", "/mobile-omni/")]
 
     assert {path: answer.headers["location"] for path, answer in leads.items()} == {
-        "/mobile": "/mobile/",
-        "/mobile-omni": "/mobile-omni/",
+        "/mobile": "mobile/",
+        "/mobile-omni": "mobile-omni/",
     }
     assert [(answer.status_code, answer.headers["location"]) for answer in disabled] == [
-        (302, "/"),
-        (302, "/"),
+        (302, "./"),
+        (302, "../"),
     ]
 
 
@@ -108,7 +108,7 @@ async def test_a_tree_without_pages_for_phones_leads_them_home(tree):
     async with open_front(static_dir=tree("index.html")) as front:
         answer = await front.http.get("/mobile/")
 
-    assert (answer.status_code, answer.headers["location"]) == (302, "/")
+    assert (answer.status_code, answer.headers["location"]) == (302, "../")
 
 
 @pytest.mark.parametrize(

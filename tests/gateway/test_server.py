@@ -14,7 +14,7 @@ import httpx
 import pytest
 from websockets.frames import Frame, Opcode
 
-from gateway import server
+from gateway import client_socket, server
 from gateway.__main__ import main, worker_addresses
 from gateway.pool import Address
 from shared.config import Config
@@ -22,10 +22,10 @@ from shared.errors import ConfigError
 from tests.fakes.scripted_worker import ScriptedWorker
 
 
-def clients(running) -> list[server.ClientProtocol]:
+def clients(running) -> list[client_socket.ClientProtocol]:
     """The WebSockets of a gateway."""
     connections = running.server.server_state.connections
-    return [each for each in connections if isinstance(each, server.ClientProtocol)]
+    return [each for each in connections if isinstance(each, client_socket.ClientProtocol)]
 
 
 async def test_a_client_that_went_silent_is_cut_and_its_slot_freed(
@@ -61,8 +61,8 @@ async def test_a_quiet_client_that_answers_pings_lives_on(serve, talker, until, 
 
 async def test_few_large_frames_are_held_at_a_time_and_all_are_served(serve, talker, monkeypatch):
     """B50: many clients with huge frames filled the memory."""
-    monkeypatch.setattr(server, "LARGE_FRAME_BYTES", 200_000)
-    monkeypatch.setattr(server.ClientProtocol, "gate", server.LargeFrameGate(1))
+    monkeypatch.setattr(client_socket, "LARGE_FRAME_BYTES", 200_000)
+    monkeypatch.setattr(client_socket.ClientProtocol, "gate", client_socket.LargeFrameGate(1))
     frame = base64.b64encode(bytes(2_000_000)).decode()
 
     async def talk(running, i: int) -> None:
@@ -86,8 +86,8 @@ async def test_few_large_frames_are_held_at_a_time_and_all_are_served(serve, tal
 async def test_a_session_that_has_sent_a_large_frame_does_not_block_the_others(
     serve, talker, monkeypatch
 ):
-    monkeypatch.setattr(server, "LARGE_FRAME_BYTES", 200_000)
-    monkeypatch.setattr(server.ClientProtocol, "gate", server.LargeFrameGate(1))
+    monkeypatch.setattr(client_socket, "LARGE_FRAME_BYTES", 200_000)
+    monkeypatch.setattr(client_socket.ClientProtocol, "gate", client_socket.LargeFrameGate(1))
     frame = base64.b64encode(bytes(2_000_000)).decode()
     async with (
         ScriptedWorker(slots=2) as worker,
@@ -104,9 +104,9 @@ async def test_a_session_that_has_sent_a_large_frame_does_not_block_the_others(
 async def test_a_client_that_trickles_a_large_frame_does_not_block_the_others(
     serve, talker, monkeypatch
 ):
-    monkeypatch.setattr(server, "LARGE_FRAME_BYTES", 200_000)
-    monkeypatch.setattr(server, "LARGE_FRAME_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(server.ClientProtocol, "gate", server.LargeFrameGate(1))
+    monkeypatch.setattr(client_socket, "LARGE_FRAME_BYTES", 200_000)
+    monkeypatch.setattr(client_socket, "LARGE_FRAME_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(client_socket.ClientProtocol, "gate", client_socket.LargeFrameGate(1))
     async with ScriptedWorker(slots=2) as worker, serve([worker]) as running:
         slow = await running.dial("omni_slow")
         await talker(slow).prepare()
@@ -153,7 +153,7 @@ async def test_a_ping_of_a_client_that_reads_on_later_is_answered_then(serve, ta
 
 async def test_a_message_of_endless_empty_frames_is_cut(serve, talker, monkeypatch):
     """They count for nothing in the length of the message, and added up for ever."""
-    monkeypatch.setattr(server, "MAX_FRAGMENTS", 100)
+    monkeypatch.setattr(client_socket, "MAX_FRAGMENTS", 100)
     async with ScriptedWorker() as worker, serve([worker]) as running, running.dial() as socket:
         await talker(socket).prepare()
 
@@ -192,14 +192,14 @@ async def test_text_that_is_no_utf8_is_refused_with_a_reason(serve, talker, capl
 async def test_short_messages_leave_at_once(serve, talker, monkeypatch):
     """Nagle's algorithm against delayed ACKs costs 40 ms whenever two small messages follow."""
     flags = []
-    plain = server.ClientProtocol.connection_made
+    plain = client_socket.ClientProtocol.connection_made
 
     def note(self, transport) -> None:
         own = transport.get_extra_info("socket")
         flags.append(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         plain(self, transport)
 
-    monkeypatch.setattr(server.ClientProtocol, "connection_made", note)
+    monkeypatch.setattr(client_socket.ClientProtocol, "connection_made", note)
     async with ScriptedWorker() as worker, serve([worker]) as running, running.dial() as client:
         await talker(client).prepare()
 

@@ -93,6 +93,24 @@ def test_a_released_slot_goes_to_the_one_who_has_waited_longest():
     assert c.claim() is None
 
 
+def test_a_newcomer_does_not_overtake_although_it_is_first_to_see_the_free_slot():
+    """W31: between two rounds of polls a newcomer took the worker that others waited for."""
+    queue, pool, time = make_queue()
+    worker = pool.workers[0]
+    claimed(queue.join("a", "omni_duplex"))
+    b, c = queue.join("b", "omni_duplex"), queue.join("c", "omni_duplex")
+    # A slot more than before, and nobody has been told of it yet.
+    pool.on_change = lambda: None
+    worker.begin_poll()
+    worker.observe(health(slots_total=2, slots_free=1), time.now)
+
+    newcomer = queue.join("d", "omni_duplex")
+
+    assert claimed(b).session_id == "b"
+    assert (c.claim(), newcomer.claim()) == (None, None)
+    assert [ticket.session_id for ticket in queue.waiting()] == ["c", "d"]
+
+
 def test_leaving_gives_back_a_granted_lease_that_nobody_claimed():
     queue, _, _ = make_queue()
     first = claimed(queue.join("a", "omni_duplex"))
@@ -202,7 +220,9 @@ def test_waiters_keep_their_place_while_the_only_worker_drains():
 
 
 def test_an_overdue_run_counts_as_fifteen_more_seconds():
-    assert eta.remaining(90.0, 100.0) == 15.0
+    durations = eta.Durations(ServiceConfig(eta_omni_duplex_s=90.0))
+
+    assert durations.left_s("omni_duplex", 100.0, is_ending=False) == 15.0
 
 
 def test_without_any_slot_estimates_are_zero():

@@ -24,7 +24,7 @@ class Op:
     payload: Any
     bucket: Hashable = None
     deadline: float = math.inf
-    """Engine clock, seconds. Groups with the earliest deadline run first."""
+    """Engine clock, seconds. What is due much later than others waits for them: see `Scheduler`."""
 
 
 @dataclass(frozen=True, slots=True)

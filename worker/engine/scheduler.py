@@ -9,19 +9,18 @@ Strictly by deadline (`round_span_s` 0) the group that holds the earliest one ru
 by being batched, that is the wrong order: the session that is due first would keep the device for
 all of its steps, and whoever came a little later could not catch up with it to share them. So
 kinds whose earliest deadlines lie within `round_span_s` of each other take it in turn, the one that
-has waited longest first. A kind runs what was ready when its turn came, and what becomes ready
-meanwhile for as long as all others took since its last turn (at most `MAX_EXTENSION_S`): steps go
-on while others gather, so the more there is to do, the fuller the batches. What is due much later
-still yields.
+has waited longest first. A kind runs what was ready when its turn came, before any newcomer that is
+due sooner, and what becomes ready meanwhile for as long as all others took since its last turn (at
+most `MAX_EXTENSION_S`): steps go on while others gather, so the more there is to do, the fuller the
+batches. What is due much later still yields.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from worker.engine.contract import Op
 
@@ -29,11 +28,13 @@ T = TypeVar("T", bound=Hashable)
 
 MAX_EXTENSION_S = 0.2
 """However long others took: an answer of hundreds of steps must not keep the lane for itself."""
+NEVER = (-1, 0.0)
+"""The last turn of a kind that has had none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[T]):
-    """Ops of one kind and bucket that run as one call, in the order of their deadlines."""
+    """Ops of one kind and bucket that run as one call: the turn's own first, then by deadline."""
 
     lane: str
     kind: str
@@ -64,8 +65,11 @@ class _Turn:
     """Time that is left for others of its kind."""
     busy_s: float = 0.0
     """All that this lane has run so far."""
-    last_ends: dict[str, float] = field(default_factory=dict)
-    """Kind -> `busy_s` at the end of its last turn."""
+    last_ends: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Kind -> number of its last turn (its `ends_before`), and `busy_s` at that turn's end."""
+
+    def is_for(self, item: _Ready[Any]) -> bool:
+        return item.op.kind == self.kind and item.order < self.ends_before
 
 
 class Scheduler(Generic[T]):
@@ -123,12 +127,16 @@ class Scheduler(Generic[T]):
         ready = self._ready[lane]
         if not ready:
             return None
+        turn = self._turns[lane]
         first = min(ready.values(), key=lambda item: item.rank)
+        last_deadline = first.op.deadline + self._round_span_s
         if self._round_span_s:
-            first = self._first_in_turn(lane, first)
+            due = [item for item in ready.values() if item.op.deadline <= last_deadline]
+            first = self._first_in_turn(turn, due)
         kind, bucket = first.op.kind, first.op.bucket
         group = [r for r in ready.values() if r.op.kind == kind and r.op.bucket == bucket]
-        group.sort(key=lambda item: item.rank)
+        # Were those who came later let in first, being due sooner, a turn might never end.
+        group.sort(key=lambda r: (r.op.deadline > last_deadline or not turn.is_for(r), r.rank))
         chosen = group[: max(1, self._max_batch.get(kind, 1))]
         for item in chosen:
             del ready[item.task]
@@ -141,38 +149,21 @@ class Scheduler(Generic[T]):
         turn.busy_s += seconds
         turn.extension_s -= seconds
 
-    def _first_in_turn(self, lane: str, earliest: _Ready[T]) -> _Ready[T]:
-        """Return the op whose group runs, given the lane's earliest deadline."""
-        last_deadline = earliest.op.deadline + self._round_span_s
-        heads: dict[str, _Ready[T]] = {}
-        turn = self._turns[lane]
-        goes_on: _Ready[T] | None = None
-        for item in self._ready[lane].values():
-            if item.op.deadline > last_deadline:
-                continue
-            kind = item.op.kind
-            if kind not in heads or item.rank < heads[kind].rank:
-                heads[kind] = item
-            belongs = kind == turn.kind and item.order < turn.ends_before
-            if belongs and (goes_on is None or item.rank < goes_on.rank):
-                goes_on = item
-        if goes_on is not None:
-            return goes_on
-        if turn.kind in heads and turn.extension_s > 0:
-            return heads[turn.kind]
-        return self._begin_turn(turn, heads)
+    def _first_in_turn(self, turn: _Turn, due: Sequence[_Ready[T]]) -> _Ready[T]:
+        """Return the op whose group runs, of those that are due within the span."""
+        chosen = [item for item in due if turn.is_for(item)]
+        if not chosen and turn.extension_s > 0:
+            chosen = [item for item in due if item.op.kind == turn.kind]
+        if not chosen:
+            return self._begin_turn(turn, due)
+        return min(chosen, key=lambda item: item.rank)
 
-    def _begin_turn(self, turn: _Turn, heads: Mapping[str, _Ready[T]]) -> _Ready[T]:
+    def _begin_turn(self, turn: _Turn, due: Sequence[_Ready[T]]) -> _Ready[T]:
         """Give the lane to the kind that has waited longest; returns its first op."""
-        turn.last_ends[turn.kind] = turn.busy_s
-        chosen = min(heads.values(), key=lambda item: (self._waits_since(turn, item), item.rank))
-        turn.kind, turn.ends_before = chosen.op.kind, next(self._arrivals)
-        others_s = turn.busy_s - turn.last_ends.get(turn.kind, turn.busy_s)
-        turn.extension_s = min(others_s, MAX_EXTENSION_S)
-        return chosen
-
-    @staticmethod
-    def _waits_since(turn: _Turn, item: _Ready[T]) -> float:
-        # The kind whose turn has just ended comes last: nothing may have run since then.
-        kind = item.op.kind
-        return math.inf if kind == turn.kind else turn.last_ends.get(kind, -1.0)
+        turn.last_ends[turn.kind] = (turn.ends_before, turn.busy_s)
+        # By number, since turns may take no time that the clock can tell.
+        first = min(due, key=lambda r: (turn.last_ends.get(r.op.kind, NEVER)[0], r.rank))
+        turn.kind, turn.ends_before = first.op.kind, next(self._arrivals)
+        _, ended_at_s = turn.last_ends.get(turn.kind, (0, turn.busy_s))
+        turn.extension_s = min(turn.busy_s - ended_at_s, MAX_EXTENSION_S)
+        return first

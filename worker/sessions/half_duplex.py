@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
-from shared.audio import Samples, samples_to_f32
+from shared.audio import F32_BYTES, Samples, samples_from_f32, samples_to_f32
 from shared.errors import BadImage, BadMessage, ContextFull, EngineFault, ModelFault, NotPrepared
 from shared.limits import INPUT_SAMPLE_RATE_HZ, MAX_TURN_S
 from shared.protocol import (
@@ -96,9 +94,8 @@ class HalfDuplexSession(Session):
         self._taker: TurnTaker | None = None
         self._answer: _Answer | None = None
         self._n_turns = 0
-        self._waiting: deque[Samples] = deque()
-        self._n_waiting = 0
-        """Samples in it."""
+        self._waiting = bytearray()
+        """Sound for the detector, float32 without a gap: chunks may have one sample each."""
         self._n_to_skip = 0
         self._timeout_s = 0.0
         self._ends_at = math.inf
@@ -111,7 +108,6 @@ class HalfDuplexSession(Session):
     def _forget_input(self) -> None:
         self._prompt = None
         self._waiting.clear()
-        self._n_waiting = 0
 
     # ---- commands
 
@@ -139,12 +135,12 @@ class HalfDuplexSession(Session):
         self._n_to_skip -= len(chunk.audio) - len(samples)
         if not samples.size:
             return
-        if self._n_waiting + len(samples) > MAX_WAITING_S * INPUT_SAMPLE_RATE_HZ:
+        sound = samples_to_f32(samples)
+        if len(self._waiting) + len(sound) > MAX_WAITING_S * INPUT_SAMPLE_RATE_HZ * F32_BYTES:
             text = "a chunk of input came faster than it could be heard"
             self._send(Notice("input_dropped", text, 1))
             return
-        self._waiting.append(samples)
-        self._n_waiting += len(samples)
+        self._waiting += sound
         self._work_there.set()
 
     async def _on_prepare(self, message: PrepareTurns) -> None:
@@ -188,11 +184,10 @@ class HalfDuplexSession(Session):
         return True
 
     def _next_sound(self) -> Samples:
-        waiting = np.concatenate(self._waiting)
-        n = round(MAX_DETECT_S * INPUT_SAMPLE_RATE_HZ)
-        self._waiting = deque([waiting[n:]] if len(waiting) > n else [])
-        self._n_waiting = max(len(waiting) - n, 0)
-        return waiting[:n]
+        n_bytes = round(MAX_DETECT_S * INPUT_SAMPLE_RATE_HZ) * F32_BYTES
+        sound = samples_from_f32(bytes(self._waiting[:n_bytes]))
+        del self._waiting[:n_bytes]
+        return sound
 
     async def _hear(self, samples: Samples) -> None:
         taker = self._taker
@@ -215,7 +210,6 @@ class HalfDuplexSession(Session):
     async def _answer_turn(self, turn: Samples) -> None:
         answer = self._answer = _Answer(self._clock())
         self._waiting.clear()
-        self._n_waiting = 0
         self._send(Generating(1000.0 * len(turn) / INPUT_SAMPLE_RATE_HZ))
 
         def emitted(piece: Piece) -> None:

@@ -106,7 +106,9 @@ class _PartDecoder:
 
     def _video(self, part: VideoPart) -> Video:
         if not self._n_pixels_left:
-            raise BadImage("the pictures before a video leave no pixels for it")
+            raise BadImage(
+                f"the pictures before a video leave none of the {MAX_IMAGE_PIXELS} pixels for it"
+            )
         video = decode_video(part.data, part.stack_frames, self._account, self._n_pixels_left)
         frames = (frame for second in video.seconds for frame in second)
         self._n_pixels_left -= sum(frame.shape[0] * frame.shape[1] for frame in frames)

@@ -19,6 +19,10 @@ WINDOW = 512
 HYSTERESIS = 0.15
 """How far below the threshold the probability has to fall before speech counts as silence."""
 
+SURE_SILENCE = 0.05
+"""A probability below this is silence whatever the threshold: nothing is below 0, so a turn of a
+client that asks for 0.15 or less (the demo's slider begins at 0.1) would never end."""
+
 MAX_SETTING_MS = 10_000.0
 
 
@@ -40,9 +44,9 @@ TurnEvent = TurnBegan | TurnEnded
 
 def check_settings(settings: VadSettings) -> None:
     """Raises BadMessage: a value that no voice detector can work with."""
-    if not HYSTERESIS < settings.threshold <= 1.0:
+    if not SURE_SILENCE < settings.threshold <= 1.0:
         raise BadMessage(
-            f"threshold is {settings.threshold}, expected more than {HYSTERESIS}, at most 1"
+            f"threshold is {settings.threshold}, expected more than {SURE_SILENCE}, at most 1"
         )
     for name in ("min_speech_ms", "min_silence_ms", "speech_pad_ms"):
         value = getattr(settings, name)
@@ -54,12 +58,13 @@ class TurnTaker:
     """Cuts one stream of sound into turns.
 
     A turn begins at a probability of `threshold` or more, and ends once the speaker has been silent
-    for `min_silence_ms`. Silence begins below `threshold` - 0.15; between the two it stays as it
-    was. A turn is ended before it is longer than `MAX_TURN_S`.
+    for `min_silence_ms`. Silence begins below `threshold` - 0.15, but not below 0.05; between the
+    two it stays as it was. A turn is ended before it is longer than `MAX_TURN_S`.
     """
 
     def __init__(self, settings: VadSettings) -> None:
         self._settings = settings
+        self._silence_below = max(settings.threshold - HYSTERESIS, SURE_SILENCE)
         self._pad = _n_samples(settings.speech_pad_ms)
         self._min_silence = _n_samples(settings.min_silence_ms)
         self._min_speech = _n_samples(settings.min_speech_ms)
@@ -114,7 +119,7 @@ class TurnTaker:
             return TurnBegan()
         self._turn.append(window)
         self._n_windows += 1
-        is_silence = probability < self._settings.threshold - HYSTERESIS
+        is_silence = probability < self._silence_below
         if is_silence or (self._n_silent and not is_speech):
             self._n_silent += 1
         else:

@@ -26,6 +26,8 @@ MAX_SOUND_TAIL_S = 0.1
 MAX_FRAMES_PER_SECOND = 240
 """Of what is decoded; a file may hold any number of pictures that claim the same moment."""
 
+_MAX_FRAMES = int(MAX_VIDEO_S * MAX_FRAMES_PER_SECOND)
+
 _OPTIONS = {
     # A playlist may name other files and addresses, and FFmpeg would read them.
     "format_whitelist": "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif",
@@ -69,7 +71,7 @@ class _Reader:
         self._container = container
         self._account = account
         self._stack_frames = stack_frames
-        self._n_pixels_left = max_pixels
+        self._max_pixels = self._n_pixels_left = max_pixels
         self._seconds: list[list[NDArray[np.uint8]]] = []
         self._last_slot = -1
         declared_s = max(container.duration or 0, 0) / av.time_base
@@ -87,8 +89,8 @@ class _Reader:
             _check_length(at_s)
             if isinstance(frame, av.VideoFrame):
                 n_frames += 1
-                if n_frames > MAX_VIDEO_S * MAX_FRAMES_PER_SECOND:
-                    raise BadImage("video holds too many pictures for its length")
+                if n_frames > _MAX_FRAMES:
+                    raise BadImage(f"video holds more than {_MAX_FRAMES} pictures, the most of any")
                 self._take(frame, at_s)
                 continue
             # Before it is resampled: a second of a rate of 1 Hz becomes 16,000 times as much.
@@ -114,7 +116,10 @@ class _Reader:
         if not isinstance(decoder, av.VideoCodecContext):
             raise BadImage("video is of no kind that can be read")
         if decoder.width * decoder.height > MAX_IMAGE_PIXELS:
-            raise BadImage(f"video is {decoder.width}x{decoder.height}, too large for a picture")
+            raise BadImage(
+                f"video is {decoder.width}x{decoder.height}, at most {MAX_IMAGE_PIXELS} pixels "
+                "of a picture are accepted"
+            )
         decoder.options = {"max_pixels": _OPTIONS["max_pixels"]}
         begin_s = (container.start_time or 0) / av.time_base
         for frame in container.decode([stream for stream in best if stream is not None]):
@@ -131,7 +136,10 @@ class _Reader:
         width, height = self._size(frame)
         self._n_pixels_left -= width * height
         if self._n_pixels_left < 0:
-            raise BadImage("video is longer than it says")
+            raise BadImage(
+                f"video is longer than it says: its pictures are more than the {self._max_pixels} "
+                "pixels that were left for them"
+            )
         n_bytes = 3 * width * height
         with self._account.room(n_bytes):
             pixels = frame.to_ndarray(format="rgb24", width=width, height=height)

@@ -55,6 +55,7 @@ def test_two_questions_make_one_conversation(open_page: OpenPage, scenario: Scen
 
         assert page.locator(".bubble.assistant p").all_inner_texts() == [ANSWER, ANSWER]
         assert page.get_attribute("#recording-link", "href").endswith("/s/rec_1")
+        assert opened.barriers() == []
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
         page.click("#new-chat")
         assert page.is_visible("#thread .empty")
@@ -93,9 +94,11 @@ def test_pictures_sound_and_films_go_along(open_page: OpenPage, scenario: Scenar
         page.set_input_files("#files", files)
         page.wait_for_function("document.getElementById('attachments').children.length === 3")
         refused = page.inner_text("#problem")
+        barriers = opened.barriers()
         page.press("#question", "Enter")
         opened.wait_until(lambda: bool(scenario.turns.questions))
 
+        assert barriers == []
         assert refused == "notes.txt is neither a picture nor sound nor a film."
         assert page.locator(".bubble.you :is(img, audio, video)").count() == 3
         assert page.is_hidden("#attachments")

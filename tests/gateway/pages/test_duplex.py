@@ -19,6 +19,7 @@ def test_a_spoken_question_is_answered_aloud_on_a_phone_whose_language_changes_i
     open_page: OpenPage, scenario: Scenario
 ) -> None:
     scenario.recording = "20260101_000000_omni_x_abc"
+    scenario.pages.titles[scenario.recording] = ""
 
     with open_page("/audio_duplex?lang=en", PHONE) as opened:
         page = opened.page
@@ -41,6 +42,7 @@ def test_a_spoken_question_is_answered_aloud_on_a_phone_whose_language_changes_i
         n_spoken = page.locator("#timeline li.speak").count()
         underruns, median = page.inner_text("#f-underruns"), page.inner_text("#f-median")
         said = page.locator(".bubble").all_inner_texts()
+        assert opened.barriers() == []
         page.click("#stop")
         opened.wait_for_state("ended")
         link = page.get_attribute("#recording-link", "href")
@@ -150,6 +152,43 @@ def test_the_chosen_devices_are_used_and_remembered_until_they_are_gone(
     ids = [(media.get("audio") or media["video"])["deviceId"]["exact"] for media in asked]
     assert ids == [camera, microphone]
     assert "no longer there" in problem
+
+
+REFUSE_CAMERA = """(name) => {
+    const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+    navigator.mediaDevices.getUserMedia = async (wanted) => {
+        if (wanted.video) throw new DOMException("refused", name);
+        return ask(wanted);
+    };
+}"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("NotFoundError", "No camera was found. Connect one, or go on without it."),
+        ("NotAllowedError", "The browser may not use the camera. Allow it"),
+    ],
+)
+def test_a_camera_that_cannot_be_had_is_named_and_the_next_start_does_without(
+    open_page: OpenPage, name: str, said: str
+) -> None:
+    """ "No microphone or camera was found", at every start."""
+    with open_page("/omni?lang=en") as opened:
+        page = opened.page
+        page.evaluate(REFUSE_CAMERA, name)
+        page.check("#camera")
+        page.click("#start")
+        opened.wait_for_state("failed")
+        problem = page.inner_text("#problem")
+        page.click("#start")
+        opened.wait_for_state("listening")
+        page.locator("#camera").click()
+        opened.wait_until(lambda: page.is_visible("#problem"))
+
+        assert problem.startswith(said)
+        assert not page.is_checked("#camera")
+        assert opened.state() in ("listening", "speaking")
 
 
 UNSENT_BYTES = """(n) => Object.defineProperty(

@@ -30,9 +30,11 @@ def test_a_spoken_turn_is_answered_aloud_while_the_microphone_rests(
         page.wait_for_function("document.getElementById('f-turns').textContent === '1'")
 
         texts = page.locator(".bubble").all_inner_texts()
+        barriers = opened.barriers()
         page.click("#stop")
         opened.wait_for_state("ended")
 
+        assert barriers == []
         assert texts == [QUESTION, "The capital of France is Paris."]
         # One may have been on its way when the first sound began to play.
         assert n_after_answer - n_sent <= 1

@@ -58,12 +58,14 @@ def test_a_page_fits_names_its_controls_and_speaks_both_languages(
         left = page.evaluate(ENGLISH_LEFT)
         page.set_viewport_size(DESKTOP)
         on_desktop = page.evaluate(WIDTH)
+        barriers = opened.barriers()
 
         assert max(widths) <= PHONE["width"]
         assert on_desktop <= DESKTOP["width"]
         # What a finger can hit.
         assert min(heights) >= 44
         assert nameless == []
+        assert barriers == []
         assert not HAN.search(english)
         assert left == []
         assert page.get_attribute("html", "lang") == "zh-CN"
@@ -134,19 +136,37 @@ def test_the_state_of_the_service_is_shown(open_page: OpenPage, scenario: Scenar
 
         assert opened.page.inner_text("#f-queue") == "3"
 
+        opened.page.route("**/status", lambda route: route.abort())
+        opened.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        opened.page.wait_for_selector("#problem:visible")
+        assert opened.page.inner_text("#state") == "No answer"
+        said = "The service does not answer. Try again in a moment."
+        assert opened.page.inner_text("#problem") == said
 
-def test_conversations_recorded_here_are_linked(open_page: OpenPage) -> None:
+
+def test_conversations_recorded_here_are_linked_by_their_titles_while_they_are_kept(
+    open_page: OpenPage, scenario: Scenario
+) -> None:
+    """The list led to recordings that the service had removed long ago."""
+    scenario.pages.titles = {"20260101_x": "A talk about France", "20260101_y": ""}
     with open_page("/") as opened:
         page = opened.page
         assert page.is_visible("#no-recordings")
-        stored = json.dumps([{"id": "20260101_x", "app": "omni", "at": 1_767_225_600_000}])
+        ids = ("20260101_gone", "20260101_x", "20260101_y")
+        stored = json.dumps([{"id": i, "app": "omni", "at": 1_767_225_600_000} for i in ids])
         page.evaluate("stored => localStorage.setItem('omni.recordings', stored)", stored)
         page.reload()
-        page.wait_for_selector("#recordings a")
+        opened.wait_until(lambda: page.locator("#recordings a").count() == 2)
 
-        assert page.eval_on_selector("#recordings a", "a => a.pathname") == "/s/20260101_x"
-        assert page.inner_text("#recordings").startswith("Omni full duplex, ")
+        links = page.eval_on_selector_all("#recordings a", "found => found.map(a => a.pathname)")
+        lines = page.locator("#recordings li").all_inner_texts()
+        assert links == ["/s/20260101_x", "/s/20260101_y"]
+        assert lines[0] == "A talk about France Omni full duplex"
+        assert lines[1].startswith("Omni full duplex, ")
         assert page.is_hidden("#no-recordings")
+        kept = page.evaluate("JSON.parse(localStorage.getItem('omni.recordings')).map((r) => r.id)")
+        assert kept == ["20260101_x", "20260101_y"]
+        assert opened.barriers() == []
 
 
 def title(opened: Visit) -> str:

@@ -149,7 +149,7 @@ def test_meta_tells_the_end_and_the_log_is_gone(write_log, duplex):
     meta = meta_of(folder)
     assert meta["duration_s"] == 4.1
     assert meta["ended_at"] == "2026-03-01T10:00:04.100000+00:00"
-    assert meta["title"] == "对话 03-01 10:00"
+    assert meta["title"] == "2026-03-01 10:00"
     assert [path.name for path in folder.iterdir() if path.name.startswith((".", "log"))] == []
 
 
@@ -454,6 +454,21 @@ class TestAgain:
         assert not (folder / "recording.json").exists()
         log.close()
 
+    def test_a_full_disk_is_not_filled_with_what_cannot_be_finished(
+        self, write_log, duplex, monkeypatch
+    ):
+        folder = write_log("omni", "omni_duplex", duplex)
+        before = {path.name for path in folder.iterdir()}
+
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(finishing, "write_json", refuse)
+        with pytest.raises(OSError, match="No space"):
+            finish(folder)
+
+        assert {path.name for path in folder.iterdir()} == before
+
     @pytest.mark.parametrize("name", ["write_json", "write_atomically"])
     def test_a_full_disk_keeps_the_log_for_a_later_attempt(
         self, write_log, duplex, monkeypatch, name
@@ -488,6 +503,7 @@ class TestAgain:
 
         body = body_of(folder)
         assert (body["mode"], body["chunks"]) == ("duplex", [])
+        assert body["end_reason"] == "interrupted"
         assert "3 attempts" in body["problem"]
         assert (folder / UNREADABLE).exists()
         assert not (folder / journal.NAME).exists()

@@ -49,7 +49,19 @@ def test_nothing_is_read_behind_a_record_that_has_changed(folder, records, at):
     raw[at] ^= 0x40
     (folder / journal.NAME).write_bytes(raw)
 
-    assert list(records(folder)) == []
+    with pytest.raises(journal.LogDamaged):
+        list(records(folder))
+
+
+def test_what_stands_before_the_damage_is_read(folder, records):
+    raw = bytearray((folder / journal.NAME).read_bytes())
+    raw[-1] ^= 0x40
+    (folder / journal.NAME).write_bytes(raw)
+    reading = records(folder)
+
+    assert [next(reading).kind for _ in range(2)] == [journal.TOOK, journal.GAVE]
+    with pytest.raises(journal.LogDamaged):
+        next(reading)
 
 
 def test_a_length_of_four_gigabytes_asks_for_no_memory(folder, records):

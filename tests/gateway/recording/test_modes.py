@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from shared.config import Config, RecordingConfig, ServiceConfig
+from shared.protocol import Delta, Generating
 from tests.fakes.scripted_worker import WORDS, Script, ScriptedWorker, speak
 
 LOUD = base64.b64encode(struct.pack("<4f", *[0.5] * 4) * 2000).decode()
@@ -128,6 +129,64 @@ async def test_chat(serve, until, config, is_http):
     (turn,) = body["turns"]
     assert (turn["input"]["text"], turn["output"]["text"]) == ("Hi", "".join(WORDS))
     assert len(names) == 2
+
+
+class TestLostWorker:
+    """The recording says how the session ended, and where."""
+
+    async def test_full_duplex(self, serve, talker, until, config):
+        async with (
+            ScriptedWorker(script=Script(answer=speak)) as worker,
+            serve([worker], config) as running,
+        ):
+            async with running.dial("omni_1") as socket:
+                client = talker(socket)
+                prepared = await client.prepare()
+                await client.chunk()
+                await client.hear_kind("result")
+                # Its turn is open: the last chunk is where it broke off.
+                await worker.die()
+                assert (await client.hear_kind("error"))["slug"] == "worker_lost"
+            _, body, _ = await finished(running, until, prepared["recording_session_id"])
+
+        assert body["end_reason"] == "worker_lost"
+        assert [chunk.get("error") for chunk in body["chunks"]] == ["worker_lost"]
+
+    async def test_half_duplex(self, serve, talker, until, config):
+        script = Script(turn=lambda _: [Generating(500.0), Delta(0, "Well, ")])
+        async with (
+            ScriptedWorker(script=script) as worker,
+            serve([worker], config) as running,
+        ):
+            async with running.dial_path("/ws/half_duplex/hdx_1") as socket:
+                client = talker(socket)
+                prepared = await client.prepare()
+                await client.chunk(audio_base64=LOUD)
+                await client.hear_kind("generating")
+                await worker.die()
+                assert (await client.hear_kind("error"))["slug"] == "worker_lost"
+            _, body, _ = await finished(running, until, prepared["recording_session_id"])
+
+        assert body["end_reason"] == "worker_lost"
+        assert [turn.get("error") for turn in body["turns"]] == ["worker_lost"]
+
+    async def test_chat(self, serve, until, config):
+        script = Script(piece_delay_s=10.0)
+        async with (
+            ScriptedWorker(script=script) as worker,
+            serve([worker], config) as running,
+        ):
+            async with running.dial_path("/ws/chat") as socket:
+                ask = {"messages": [{"role": "user", "content": "Hi"}]}
+                await socket.send(json.dumps(ask))
+                await until(lambda: running.gateway.recordings.live)
+                (recording_id,) = running.gateway.recordings.live
+                await worker.die()
+                await socket.wait_closed()
+            _, body, _ = await finished(running, until, recording_id)
+
+        assert body["end_reason"] == "worker_lost"
+        assert [turn.get("error") for turn in body["turns"]] == ["worker_lost"]
 
 
 async def test_an_id_that_is_used_again_and_a_second_prepare_lose_no_recording(

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import re
 import threading
 import time
+from datetime import UTC, datetime
 
 import pytest
 
 from gateway.clock import Clock
-from gateway.recording import journal
+from gateway.recording import journal, retention
 from gateway.recording import store as storing
 from gateway.recording import writer as writing
+from gateway.recording.finish import finish
 from gateway.recording.journal import Journal
 from gateway.recording.recorder import JournalRecorder
 from gateway.recording.writer import RECORD_BYTES, Writer, media_bytes
+from shared.config import RecordingConfig
 from shared.protocol import (
     Ask,
     AudioPart,
@@ -77,7 +81,7 @@ async def test_a_session_is_in_its_log_and_its_end_is_announced(
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["ended_at"] is None
     assert (meta["app_type"], meta["worker_id"], meta["config"]) == ("omni_duplex", 3, {"x": 1})
-    assert re.fullmatch(r"对话 \d\d-\d\d \d\d:\d\d", meta["title"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", meta["title"])
     assert meta["created_at"].endswith("+00:00")
 
 
@@ -188,6 +192,83 @@ async def test_what_is_queued_costs_the_caller_no_time(recorder, writer, store, 
 
     assert time.perf_counter() - begun < 0.1
     hang.set()
+
+
+async def test_nobody_removes_or_finishes_a_recording_that_is_just_beginning(
+    recorder, writer, closed, store, records, until, monkeypatch
+):
+    """Between its `meta.json` and its log it looked like one that had ended."""
+
+    def meddle(folder):
+        retention.clean(store, RecordingConfig(max_storage_gb=1e-9), datetime.now(UTC))
+        log = Journal(folder)
+        for unfinished in store.unfinished():
+            finish(unfinished)
+        return log
+
+    monkeypatch.setattr(writing, "Journal", meddle)
+    writer.start()
+    recording = begin(recorder)
+    recording.took(CHUNK, 0.0)
+    recording.end("stopped")
+    await until(lambda: closed)
+
+    assert writer.n_stopped == {}
+    assert [record.message for record in records(closed[0])] == [CHUNK, None]
+
+
+async def test_what_a_crash_leaves_of_a_begin_is_swept(recorder, writer, store, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def be_killed(_):
+        raise Killed
+
+    monkeypatch.setattr(writing, "Journal", be_killed)
+    begin(recorder)
+    with pytest.raises(Killed):
+        writer._write(writer._items.get())
+    (left,) = store.root.iterdir()
+    store.sweep()
+    assert left.exists(), "somebody may be at it"
+    os.utime(left, (0, 0))
+
+    store.sweep()
+
+    assert list(store.root.iterdir()) == []
+    assert store.summaries() == []
+
+
+async def test_a_clock_that_is_set_back_changes_no_length(writer, closed, store, records, until):
+    wall = 1_800_000_000.0
+    clock = Clock(wall=lambda: wall)
+    recorder = JournalRecorder(writer, clock, lambda: True, closed.append)
+    writer.start()
+    recording = begin(recorder)
+    wall -= 86_400
+    recording.took(CHUNK, time.monotonic() + 2.0)
+    recording.end("stopped")
+    later = begin(recorder)
+    later.end("stopped")
+    await until(lambda: len(closed) == 2)
+    for folder in closed:
+        finish(folder)
+
+    meta = json.loads((store.find(recording.recording_id) / "meta.json").read_text())
+    assert meta["duration_s"] == pytest.approx(2.0, abs=0.2)
+    assert meta["ended_at"] > meta["created_at"]
+    assert len(store.summaries()) == 2
+
+
+async def test_nothing_is_promised_where_nothing_can_be_written(
+    writer, store, closed, monkeypatch, caplog
+):
+    """A read-only mount has room, and took a session's word for a recording that never came."""
+    recorder = JournalRecorder(writer, Clock(), store.has_room, closed.append)
+    monkeypatch.setattr(storing.os, "access", lambda _, mode: mode & os.W_OK == 0)
+
+    assert begin(recorder) is None
+    assert "cannot be written to" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["create", "append"])

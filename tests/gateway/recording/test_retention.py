@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import sys
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from typing import ClassVar
 
 import pytest
 
-from gateway.recording import journal, retention
+from gateway.clock import Clock
+from gateway.recording import archive, journal, retention
+from gateway.recording import finish as finishing
 from gateway.recording.journal import Journal
+from gateway.recording.recorder import JournalRecorder
 from gateway.recording.store import write_json
+from gateway.recording.writer import Writer
 from shared.config import RecordingConfig
 from shared.errors import RecordingInUse
+from shared.protocol import Input
 
 NOW = datetime(2026, 3, 31, 12, 0, tzinfo=UTC)
 MIB_IN_GIB = 1 / 1024
@@ -94,6 +106,84 @@ def test_one_that_is_being_finished_is_not_touched(store, make):
         with pytest.raises(RecordingInUse):
             store.delete("busy")
     assert left(store) == {"busy"}
+
+
+class TestRace:
+    """Removing beside everything else that a recording goes through; all of it is "too much"."""
+
+    RULES: ClassVar = {"max_storage_gb": 1e-9}
+
+    @pytest.fixture
+    def cleaning(self, store, caplog):
+        """Removes again and again until the test is over."""
+        is_over = threading.Event()
+
+        def clean_on():
+            while not is_over.is_set():
+                clean(store, **self.RULES)
+
+        with ThreadPoolExecutor(2) as pool:
+            runs = [pool.submit(clean_on) for _ in range(2)]
+            yield
+            is_over.set()
+            for run in runs:
+                run.result()
+        assert [r.message for r in caplog.records if r.levelname != "INFO"] == []
+
+    async def test_sessions_that_live_lose_nothing(self, store, cleaning, records, until):
+        writer = Writer(store, max_bytes=10_000_000)
+        writer.start()
+        recorder = JournalRecorder(writer, Clock(), lambda: True, lambda _: None)
+        sessions = [recorder.begin(f"omni_{i}", "omni_duplex", 0, {}) for i in range(30)]
+        for n in range(10):
+            for session in sessions:
+                session.took(Input(n, bytes(4000)), 0.0)
+            await asyncio.sleep(0.005)
+        await until(lambda: writer.queued_bytes == 0)
+        found = {folder.name: len(list(records(folder))) for folder in store.folders()}
+
+        assert found == dict.fromkeys((s.recording_id for s in sessions), 10)
+        assert writer.n_stopped == {}
+        for session in sessions:
+            session.end("stopped")
+        await asyncio.to_thread(writer.close)
+
+    def test_one_that_is_being_finished_becomes_whole_or_was_gone_before(
+        self, store, write_log, took, tone, cleaning, monkeypatch
+    ):
+        made = []
+        make = finishing._make
+
+        def check(folder):
+            make(folder)
+            made.append(sorted(path.name for path in folder.iterdir() if path.suffix))
+
+        monkeypatch.setattr(finishing, "_make", check)
+        said = [took(0.0, Input(0, tone(0.1)))]
+        for i in range(40):
+            with suppress(FileNotFoundError):  # removed while it was written
+                finishing.finish(write_log(f"a{i}", "audio_duplex", said))
+
+        whole = ["log.msgpack", "merged_replay.wav", "meta.json", "recording.json"]
+        assert made
+        assert made == [whole] * len(made)
+
+    def test_downloads_are_whole(self, store, make, cleaning):
+        n_whole = 0
+        for i in range(40):
+            folder = store.root / f"d{i}"
+            try:
+                made = make(folder.name, 1, 300_000)
+                for n in range(5):
+                    (made / f"{n}.txt").write_bytes(b"x")
+                sent = b"".join(archive.pieces(made))
+            except FileNotFoundError:
+                continue  # it was removed before its download began
+            with zipfile.ZipFile(io.BytesIO(sent)) as file:
+                names = file.namelist()
+            assert len(names) in {0, 7}
+            n_whole += len(names) == 7
+        assert n_whole > 0
 
 
 def test_folders_that_are_not_ours_stay(store, make):

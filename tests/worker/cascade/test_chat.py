@@ -272,6 +272,25 @@ def test_closing_stops_at_once_and_the_next_request_on_the_slot_is_right():
     assert model.prompts[-1][-3:] == (2, ord("b"), 3)
 
 
+@pytest.mark.parametrize(
+    "kind", ["transcribe_step", "read_text", "prefill", "decode", "synthesize"]
+)
+def test_a_closed_request_runs_no_further_op(kind):
+    model = FakeCascade(answer_words=100)
+    desk = Desk(model)
+    asked = question(user(ALPHA, PICTURE, "x" * 90), speaks=True)
+    task = desk.start(chat.chat(model, chat.new_state(0), asked))
+    desk.until(lambda: kind in model.kinds)
+    n_ops, n_told = len(model.kinds), len(task.emitted)
+
+    quiet = desk.engine.cancel_session(0)
+    desk.engine.advance()
+
+    assert quiet.done()
+    assert not desk.step()
+    assert (len(model.kinds), len(task.emitted)) == (n_ops, n_told)
+
+
 def test_pictures_are_let_go_when_they_have_been_read():
     """They were held for as long as the answer took: a request may bring 150 MB of them."""
     model = FakeCascade()

@@ -534,3 +534,30 @@ def test_hearing_goes_before_every_other_op_of_its_lane():
 
     assert op.kind == "detect_speech"
     assert op.deadline < 100.0
+
+
+@pytest.mark.parametrize("length", [4, 12, 30])
+def test_stages_are_no_longer_than_their_unit(length):
+    """An answer is begun before its first unit, and goes on between units: `cost_llm_ms` of the
+    first unit that spoke was more than its `cost_all_ms`."""
+    session = Session(FakeCascade(answer_words=length))
+    run = session.model.run
+
+    def take_time(kind, bucket, payloads):
+        session.now += 0.004
+        return run(kind, bucket, payloads)
+
+    session.model.run = take_time
+    session.state.clock = session.engine.clock = lambda: session.now
+
+    # The silence begins in one unit, and in the next one it is certain.
+    results = [session.second("...".ljust(24, "1")), *session.seconds(10)]
+
+    timings = [result.timings for result in results]
+    assert any(result.audio.size for result in results)
+    for spent in timings:
+        stages = [spent.listen_ms, spent.transcribe_ms, spent.prefill_ms, spent.decode_ms]
+        assert sum(stages) + spent.vocode_ms <= spent.total_ms + 1e-6
+    assert sum(spent.ahead_ms for spent in timings) > 0
+    assert results[0].is_listen
+    assert results[1].timings.decode_ms == 0.0

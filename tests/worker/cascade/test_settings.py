@@ -1,10 +1,11 @@
 import pytest
 
 from shared.errors import BadMessage
-from shared.protocol import GenerationSettings
+from shared.protocol import DuplexSettings, GenerationSettings
 from tests.fakes.cascade import END, FakeLanguage
-from worker.models.cascade.answer import sampling_at
-from worker.models.cascade.settings import Generation, generation_of_turns
+from worker.models.cascade.answer import is_looping, sampling_at
+from worker.models.cascade.settings import Generation, generation_of_duplex, generation_of_turns
+from worker.nn.sampling import Sampling
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,34 @@ from worker.models.cascade.settings import Generation, generation_of_turns
 )
 def test_turns_are_greedy_unless_sampling_is_asked_for(settings, temperature):
     assert generation_of_turns(settings).sampling.temperature == temperature
+
+
+@pytest.mark.parametrize("asked", [{}, {"do_sample": True}, {"temperature": 0.4}])
+def test_answers_do_not_go_round_unless_a_client_wants_them_to(asked):
+    found = generation_of_turns(GenerationSettings(**asked)).sampling
+    free = generation_of_turns(GenerationSettings(repetition_penalty=1.0, **asked)).sampling
+
+    assert (found.repetition_penalty, found.window) == (1.1, 256)
+    assert free.repetition_penalty == 1.0
+
+
+def test_a_spoken_answer_is_kept_from_going_round_as_a_typed_one():
+    typed = generation_of_turns(GenerationSettings()).sampling
+    free = DuplexSettings(text_repetition_penalty=1.0, text_repetition_window_size=5)
+
+    assert generation_of_duplex(DuplexSettings()).sampling == typed
+    assert generation_of_duplex(free).sampling == Sampling(window=5)
+
+
+@pytest.mark.parametrize("n_block", [4, 20, 50, 100])
+def test_a_loop_of_any_length_is_seen_when_it_has_come_round_three_times(n_block):
+    """Only blocks of up to 32 tokens were seen: two sentences in turn went on to the limit."""
+    start, block = [-1, -2, -3], list(range(n_block))
+
+    assert is_looping(start + 3 * block)
+    assert not is_looping(start + 3 * block[:-1] + block[-1:])
+    assert not is_looping(start + 2 * block)
+    assert not is_looping([])
 
 
 def test_what_a_client_says_is_taken():

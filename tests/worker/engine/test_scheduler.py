@@ -1,13 +1,15 @@
 """The scheduler's decisions, by example and by property."""
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engine.contract import Op
-from worker.engine.scheduler import Scheduler
+from worker.engine.scheduler import MAX_EXTENSION_S, Batch, Scheduler
 
 LANES = {"decode": "language", "prefill": "language", "vocode": "speech"}
 MAX_BATCH = {"decode": 3, "vocode": 2}
@@ -240,3 +242,112 @@ def test_a_turn_goes_on_for_as_long_as_others_took(others_s, expected):
     scheduler.ran("language", others_s)
 
     assert steps_in_a_row(scheduler, 0.01) == expected
+
+
+def test_a_turn_is_not_prolonged_by_those_who_came_later_and_are_due_sooner():
+    """A full batch took the newcomers: those whose turn it was waited, and all other kinds."""
+    scheduler = in_rounds()
+    for name in ("a", "b", "c", "d"):
+        scheduler.submit(name, Op("decode", None, deadline=1.0 if name == "d" else 0.5))
+    scheduler.submit("e", Op("prefill", None, deadline=1.0))
+    scheduler.next_batch("language")
+    for name in ("a", "b", "c"):
+        scheduler.submit(name, Op("decode", None, deadline=0.5))
+
+    batch = scheduler.next_batch("language")
+
+    assert batch is not None
+    assert batch.tasks == ("d", "a", "b")
+    assert kinds(scheduler)[0] == "prefill"
+
+
+def test_three_kinds_take_turns_though_their_batches_take_no_time():
+    scheduler: Scheduler[str] = Scheduler(dict.fromkeys("xyz", "lane"), {}, round_span_s=1.0)
+    deadlines = {"x": 0.0, "y": 0.0, "z": 1.0}
+    for kind, deadline in deadlines.items():
+        scheduler.submit(kind, Op(kind, None, deadline=deadline))
+
+    order = ""
+    for _ in range(6):
+        batch = scheduler.next_batch("lane")
+        assert batch is not None
+        scheduler.ran("lane", 0.0)
+        order += batch.kind
+        scheduler.submit(batch.kind, Op(batch.kind, None, deadline=deadlines[batch.kind]))
+
+    assert order == "xyzxyz"
+
+
+MORE_LANES = {**LANES, "speak": "language"}
+Step = tuple[str, int | None, float]
+STEPS = st.tuples(
+    st.sampled_from(sorted(MORE_LANES)),
+    st.sampled_from([None, 16]),
+    st.sampled_from([-5.0, -4.5, -4.0]),
+)
+
+
+class Waiting:
+    """Programs that repeat their ops for ever: how many batches each has waited for."""
+
+    def __init__(self, scheduler: Scheduler[int], programs: Sequence[Sequence[Step]]) -> None:
+        self.n_batches: dict[str, dict[int, int]] = {lane: {} for lane in MORE_LANES.values()}
+        self._scheduler = scheduler
+        self._steps = {task: itertools.cycle(steps) for task, steps in enumerate(programs)}
+        for task in self._steps:
+            self._submit(task)
+
+    def _submit(self, task: int) -> None:
+        kind, bucket, deadline = next(self._steps[task])
+        lane = self._scheduler.submit(task, Op(kind, None, bucket, deadline))
+        self.n_batches[lane][task] = 0
+
+    def leave(self, task: int) -> None:
+        self._scheduler.withdraw(task)
+        for tasks in self.n_batches.values():
+            tasks.pop(task, None)
+
+    def ran(self, batch: Batch[int]) -> None:
+        tasks = self.n_batches[batch.lane]
+        for task in batch.tasks:
+            tasks.pop(task, None)
+        for task in tasks:
+            tasks[task] += 1
+        for task in self._steps.keys() & batch.tasks:
+            self._submit(task)
+
+    def longest(self, lane: str) -> int:
+        return max(self.n_batches[lane].values(), default=0)
+
+
+LEAST_S = 0.02
+DURATIONS = st.sampled_from([[0.0], [LEAST_S, 0.05, 0.3]]).flatmap(
+    lambda seconds: st.lists(st.sampled_from(seconds), min_size=1, max_size=5)
+)
+
+
+@given(
+    st.lists(st.lists(STEPS, min_size=1, max_size=3), min_size=1, max_size=7),
+    DURATIONS,
+    st.integers(0, 30),
+)
+def test_whatever_is_due_within_the_span_waits_for_a_bounded_number_of_batches(
+    programs, durations, leaves_after
+):
+    """Programs repeat their ops for ever, also those that are due first; one is cancelled."""
+    scheduler: Scheduler[int] = Scheduler(MORE_LANES, MAX_BATCH, round_span_s=1.0)
+    n_extended = round(MAX_EXTENSION_S / LEAST_S) if any(durations) else 0
+    # The rest of the turn that is going on, one of each other kind, then its own.
+    limit = (len(MORE_LANES) + 1) * (len(programs) + n_extended)
+    seconds = itertools.cycle(durations)
+    waiting = Waiting(scheduler, programs)
+    for i, kind in enumerate(MORE_LANES):
+        scheduler.submit(-1 - i, Op(kind, None))
+    for n_steps in range(3 * limit):
+        if n_steps == leaves_after:
+            waiting.leave(0)
+        for lane in waiting.n_batches:
+            if batch := scheduler.next_batch(lane):
+                scheduler.ran(lane, next(seconds))
+                waiting.ran(batch)
+                assert waiting.longest(lane) <= limit

@@ -212,13 +212,21 @@ def test_a_unit_that_comes_during_two_answers_runs_before_them(bench):
     bench.until(lambda: task.done and all(chat.done for chat in chats))
 
 
-@pytest.mark.parametrize("stage", [ops.PREFILL, ops.DECODE, ops.SPEAK, ops.VOCODE])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        *(ops.PREPARE_INPUT, ops.ENCODE_IMAGES, ops.ENCODE_CLIP, ops.PREFILL),
+        *(ops.DECODE, ops.SPEAK, ops.START_TURN, ops.VOCODE),
+    ],
+)
 def test_a_closed_chat_runs_no_further_op(bench, stage):
     model = bench.model
     generation = GenerationSettings(max_new_tokens=30, do_sample=False)
-    task = bench.spawn(CHAT, ask(model, CHAT, "x" * 1200, speaks=True, generation=generation))
+    parts = ("x" * 1200, Picture(picture(1)), Clip(sound(2)))
+    task = bench.spawn(CHAT, ask(model, CHAT, *parts, speaks=True, generation=generation))
     other = bench.spawn(OTHER, ask(model, OTHER))
-    bench.until(lambda: (CHAT, stage) in bench.runner.ran)
+    # What is encoded belongs to no slot; the other chat has nothing to encode.
+    bench.until(lambda: {(CHAT, stage), (None, stage)} & set(bench.runner.ran))
     n_before, n_pieces = bench.n_ops(CHAT), len(bench.said[CHAT])
 
     quiet = bench.engine.cancel_session(CHAT)

@@ -57,15 +57,18 @@ async def test_a_session_goes_from_opened_to_closed(stage):
     assert stage.host.slots.state(0) is SlotState.FREE
 
 
-async def test_closed_comes_only_after_the_slot_is_free(make):
+@pytest.mark.parametrize(("command", "last_word"), [(Stop(), Stopped), (Pause(0.05), Failure)])
+async def test_closed_comes_only_after_the_slot_is_free(make, command, last_word):
+    """W5: a pause that took too long set the worker idle before it was cleaned."""
     stage = make(model=gated("finalize"))
     client = stage.client()
     await client.prepared()
     client.send(chunk(0))
     await entered(stage, "finalize")
-    client.send(Stop())
-    await client.until(Stopped)
+    client.send(command)
+    await client.until(last_word)
     assert stage.host.slots.state(0) is not SlotState.FREE
+    assert not any(isinstance(event, Closed) for event in client.rest())
     stage.model.gates["finalize"].set()
     await client.next(Closed)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -379,6 +381,27 @@ async def test_sound_that_comes_too_fast_is_dropped_with_a_notice(make, monkeypa
 
     assert (notice.slug, notice.count) == ("input_dropped", 1)
     await client.until(TurnDone)
+
+
+async def test_sound_that_waits_in_tiny_chunks_takes_the_room_of_its_samples(make):
+    """Each was an array of its own: a minute of them, one sample each, took 300 MB."""
+    stage = make(model=gated("hear"))
+    client = stage.half_duplex()
+    await prepared(client)
+    client.send(chunk(0, silence(1)))
+    await entered(stage, "hear")
+    tiny = [chunk(seq, [0.0]) for seq in range(2000)]
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        client.send(*tiny)
+        await eventually(client._commands.empty)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert after - before < 50 * len(tiny)
 
 
 async def test_much_sound_is_heard_in_ops_of_two_seconds(stage):

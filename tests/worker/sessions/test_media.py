@@ -209,6 +209,14 @@ def test_a_picture_of_an_impossible_size_is_refused_unread(size):
     assert peak < 1_000_000
 
 
+@pytest.mark.parametrize("side", [7_100, 10_000, 14_000, 30_000])
+def test_a_picture_beyond_any_limit_is_called_too_large(side):
+    """From 179 megapixels on, where Pillow has a limit of its own, it was called unreadable."""
+    size = f"(is {side}x{side}|has {side * side} pixels)"
+    with pytest.raises(BadImage, match=f"{size}: at most 50000000 pixels are left of"):
+        decode_image(png(side, side))
+
+
 def test_a_text_chunk_that_unpacks_to_gigabytes_is_refused_unread():
     """PNG texts may be compressed: a bomb that no pixel limit sees."""
     bomb = zlib.compress(bytes(100_000_000), 9)
@@ -274,7 +282,7 @@ async def test_a_session_is_held_to_its_own_part_of_the_budget(decoder, monkeypa
     session = small.session()
 
     kept = await decoded(session, 0, file(size=(20, 20)))
-    with pytest.raises(MediaFull):
+    with pytest.raises(MediaFull, match=r"\d+ bytes of input .* at most \d+ may"):
         await decoded(session, 1, file(size=(20, 20)), file(size=(20, 20)))
     small.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import threading
 
 import numpy as np
@@ -149,6 +150,19 @@ async def test_a_system_message_has_limits_of_its_own(decoder, parts, words):
 
 async def test_an_empty_system_message_is_allowed(decoder):
     assert await read_system(decoder.session(), []) == ()
+
+
+async def test_films_are_decoded_with_less_priority_than_what_is_live(decoder):
+    """Beside a film, ops of live sessions took seven times as long where processors are short."""
+
+    def niceness(account):
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    media = decoder.session()
+    film, picture = [await media.request(1, niceness, takes_long=long) for long in (True, False)]
+
+    assert picture == os.getpriority(os.PRIO_PROCESS, 0)
+    assert film == min(19, picture + 10)
 
 
 async def test_pictures_of_a_live_session_do_not_wait_for_a_film(decoder, monkeypatch):

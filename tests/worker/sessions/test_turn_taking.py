@@ -108,6 +108,15 @@ def test_a_turn_ends_although_no_silence_is_asked_for():
     assert told(hear([0.9, 0.9, 0.1], settings)) == ["began", [0, 1, 2]]
 
 
+@pytest.mark.parametrize("threshold", [0.06, 0.1, 0.15, 0.2])
+def test_silence_ends_a_turn_at_the_lowest_thresholds_too(threshold):
+    """The slider of the demo's page begins at 0.1, and nothing is 0.15 below that."""
+    settings = VadSettings(threshold, 0.0, min_silence_ms=64.0, speech_pad_ms=0.0)
+    check_settings(settings)
+
+    assert told(hear([0.9, 0.9, 0.04, 0.04, 0.04], settings)) == ["began", [0, 1, 2, 3]]
+
+
 def test_the_sound_between_two_turns_is_in_neither():
     taker = TurnTaker(PLAIN)
     taker.hear(windows(5), [0.9, 0.9, 0, 0, 0])
@@ -136,8 +145,8 @@ def test_pieces_of_any_length_give_the_same_turn(sizes):
     "settings",
     [
         VadSettings(threshold=0.0),
-        # Nothing is below 0: no silence would end a turn.
-        VadSettings(threshold=0.15),
+        # What begins a turn would end it.
+        VadSettings(threshold=0.05),
         VadSettings(threshold=float("nan")),
         VadSettings(threshold=1.1),
         VadSettings(min_speech_ms=-1.0),

@@ -214,8 +214,29 @@ def test_a_picture_beyond_the_limit_is_refused_before_there_is_room_for_it(monke
 def test_a_size_that_the_file_tells_is_told(monkeypatch):
     monkeypatch.setattr(video, "MAX_IMAGE_PIXELS", 1000)
 
-    with pytest.raises(BadImage, match="64x32, too large"):
+    with pytest.raises(BadImage, match="64x32, at most 1000 pixels"):
         decode(film(0.5))
+
+
+def test_a_film_of_too_many_pictures_says_how_many_may_be(monkeypatch):
+    monkeypatch.setattr(video, "_MAX_FRAMES", 4)
+
+    with pytest.raises(BadImage, match="more than 4 pictures"):
+        decode(film(0.5))
+
+
+def test_a_film_longer_than_it_says_names_the_pixels_it_had(monkeypatch):
+    data = film(3)
+    made = video._Reader.__init__
+
+    def believe(self, container, stack_frames, account, max_pixels):
+        made(self, container, stack_frames, account, max_pixels)
+        self._max_frame_pixels = max_pixels
+
+    monkeypatch.setattr(video._Reader, "__init__", believe)
+
+    with pytest.raises(BadImage, match="more than the 5000 pixels"):
+        decode(data, max_pixels=5000)
 
 
 @pytest.mark.parametrize("data", [b"", b"no film", bytes(1000), sound_only()])
@@ -278,6 +299,24 @@ def test_decoding_stops_when_nobody_waits(clip):
 
     with pytest.raises(BadImage, match="nobody waits"):
         decode_video(clip, 1, waits)
+
+
+def test_decoding_stops_in_the_middle_when_nobody_waits_any_more(clip, monkeypatch):
+    waits, taken = account(), []
+    monkeypatch.setattr(video._Reader, "_take", lambda self, frame, at_s: taken.append(at_s))
+    decoded = video._Reader._decoded
+
+    def leave(self):
+        for number, item in enumerate(decoded(self)):
+            waits.is_closed = number == 5
+            yield item
+            assert number < 5, "it decodes on"
+
+    monkeypatch.setattr(video._Reader, "_decoded", leave)
+
+    with pytest.raises(BadImage, match="nobody waits"):
+        decode_video(clip, 1, waits)
+    assert len(taken) <= 5
 
 
 def test_pictures_are_counted_until_they_are_gone(clip):

@@ -5,6 +5,7 @@ What differs is where an answer goes and how soon it has to be there: see `Answe
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +61,9 @@ MAX_CHARS_PER_TOKEN: Final = 16
 """A text of more characters than this for each position of the context is refused unread: cutting
 megabytes into tokens would hold up every session."""
 
+MAX_LOOP_TOKENS: Final = 128
+"""Longest block that is looked for three times in a row: a few sentences."""
+
 NEVER: Final = 1e9
 """Length penalty of an ending that must not come yet."""
 
@@ -86,12 +90,25 @@ class Costs:
     """Time spent since it was last reported, in ms by the names of `shared.protocol.Timings`."""
 
     spent_ms: dict[str, float] = field(default_factory=dict)
+    unit_begun: float = -math.inf
+    """Clock reading; what was spent before it was spent ahead of the unit."""
 
     @contextmanager
     def timed(self, stage: str, clock: Callable[[], float]) -> Iterator[None]:
         begun = clock()
         yield
-        self.spent_ms[stage] = self.spent_ms.get(stage, 0.0) + 1000 * (clock() - begun)
+        ended = clock()
+        counted = min(max(begun, self.unit_begun), ended)
+        self._add(stage, ended - counted)
+        self._add("ahead_ms", counted - begun)
+
+    def _add(self, stage: str, spent_s: float) -> None:
+        self.spent_ms[stage] = self.spent_ms.get(stage, 0.0) + 1000 * spent_s
+
+    def begin_unit(self, now: float) -> None:
+        """From now on the stages are those of a unit, which no stage may be longer than."""
+        self.spent_ms = {"ahead_ms": sum(self.spent_ms.values())}
+        self.unit_begun = now
 
     def reported(self) -> Timings:
         """Return what was spent and start over."""
@@ -302,8 +319,10 @@ def sampling_at(language: Language, generation: Generation, n_said: int) -> Samp
 
 
 def is_looping(tokens: Sequence[int]) -> bool:
-    """Whether the sequence ends in three equal blocks of 4 to 32 tokens: small models do that."""
+    """Whether the sequence ends in three equal blocks of 4 tokens or more: small models do that."""
     return any(
-        tokens[-n:] == tokens[-2 * n : -n] == tokens[-3 * n : -2 * n]
-        for n in range(4, 1 + min(32, len(tokens) // 3))
+        # Most lengths are ruled out by one token.
+        tokens[-1] == tokens[-1 - n]
+        and tokens[-n:] == tokens[-2 * n : -n] == tokens[-3 * n : -2 * n]
+        for n in range(4, 1 + min(MAX_LOOP_TOKENS, len(tokens) // 3))
     )

@@ -141,6 +141,9 @@ def unit(model: CascadeModel, state: Conversation, unit: Unit) -> Program:
     request = DetectRequest(state.vad, unit.audio)
     probabilities, state.vad = yield Op(DETECT_SPEECH, request, deadline=0.0)
     listen_ms = 1000 * (state.clock() - begun)
+    if state.answer is not None:
+        # It has been made beside the units before, and beside the listening of this one.
+        state.answer.costs.begin_unit(state.clock())
     _decide_the_floor(state, unit.index, probabilities.tolist(), forced)
     state.listen_to(unit.audio)
 

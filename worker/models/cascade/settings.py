@@ -43,6 +43,11 @@ SAMPLED: Final = Sampling(temperature=0.7, top_k=20, top_p=0.8)
 MAX_ANSWER_TOKENS: Final = 256
 """Longest answer where a client does not say."""
 
+REPETITION_PENALTY: Final = 1.1
+"""For the tokens of an answer, where a client does not say. Without it greedy answers go round: of
+30 questions 22 ended by themselves and 7 said a sentence twice; with 1.05 it was 25 and 2, with 1.1
+28 and 0, and 24 were right with and without (`tests/bench/bench_chat_answers.py`)."""
+
 N = TypeVar("N", int, float)
 
 
@@ -67,8 +72,8 @@ def generation_of_duplex(settings: DuplexSettings) -> Generation:
             temperature=said_or(temperature, base.temperature),
             top_k=said_or(settings.top_k, base.top_k),
             top_p=said_or(settings.top_p, base.top_p),
-            repetition_penalty=said_or(settings.text_repetition_penalty, base.repetition_penalty),
-            window=said_or(settings.text_repetition_window_size, base.window),
+            repetition_penalty=said_or(settings.text_repetition_penalty, REPETITION_PENALTY),
+            window=said_or(settings.text_repetition_window_size, MAX_ANSWER_TOKENS),
         )
     )
 
@@ -80,7 +85,7 @@ def generation_of_turns(settings: GenerationSettings) -> Generation:
         BadMessage: a number with which nothing can be generated.
     """
     n_most = said_or(settings.max_new_tokens, MAX_ANSWER_TOKENS)
-    penalty = said_or(settings.repetition_penalty, 1.0)
+    penalty = said_or(settings.repetition_penalty, REPETITION_PENALTY)
     if n_most < 1:
         raise BadMessage(f"max_new_tokens is {n_most}, must be at least 1")
     if not 0 < penalty < math.inf:

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client import load
-from client.load import Plan, Track, Visit, client_figures, main
+from client.load import __main__ as load
+from client.load.__main__ import main
+from client.load.figures import client_figures
+from client.load.plan import Mode, Plan, Track
+from client.load.visits import Visit, visit
 from client.paced import LoopProbe
 from shared.audio import write_wav
 from shared.clips import Clip
@@ -33,7 +36,8 @@ class Run:
         base = ["--url", url, "--chunk-s", str(CHUNK_S), "--seconds", "0.5"]
         self.status = main([*base, *options])
         *self.table, last = capsys.readouterr().out.splitlines()
-        self.figures: dict[str, Any] = json.loads(last)
+        self.whole: dict[str, Any] = json.loads(last)
+        (self.figures,) = self.whole["modes"].values()
 
 
 def test_sessions_that_are_served_to_their_end_lose_nothing(
@@ -46,7 +50,8 @@ def test_sessions_that_are_served_to_their_end_lose_nothing(
     assert run.figures["chunks"] == run.figures["latency_ms"]["n"] == 20
     assert run.figures["close_codes"] == {"1000": 4}
     assert len(scenario.of_type("audio_chunk")) == 20
-    assert not run.figures["lost"]
+    assert not run.whole["lost"]
+    assert run.whole["settings"]["sessions"] == {"audio": 4}
 
 
 def test_the_api_key_goes_along(
@@ -173,7 +178,7 @@ def test_the_json_line_goes_to_a_file_too(
 ) -> None:
     run = Run(capsys, service.ws_url, "--json", str(tmp_path / "out.json"))
 
-    assert json.loads((tmp_path / "out.json").read_text()) == run.figures
+    assert json.loads((tmp_path / "out.json").read_text()) == run.whole
 
 
 def test_a_missing_file_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +186,20 @@ def test_a_missing_file_is_a_wrong_command_line(capsys: pytest.CaptureFixture[st
     assert "nowhere.wav" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--sessions", "0"], ["--chunk-s", "99"], ["--seconds", "-1"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--sessions", "0"],
+        ["--chunk-s", "99"],
+        ["--seconds", "-1"],
+        ["--json", "no_such_folder/out.json"],
+        ["--mode", "omni"],
+        ["--mode", "video"],
+        ["--mode", "chat:"],
+        ["--mode", "chat:0"],
+        ["--mode", "chat", "--mode", "chat:2"],
+    ],
+)
 def test_impossible_options_are_refused(options: list[str]) -> None:
     with pytest.raises(SystemExit) as refusal:
         main(options)
@@ -197,12 +215,14 @@ async def test_each_session_has_its_own_phase_within_the_chunk_unless_together(
 ) -> None:
     seen = []
 
-    async def visit(plan: Plan, track: Track, start_at: float, phase_s: float) -> Visit:
+    async def visit(
+        plan: Plan, mode: Mode, track: Track, start_at: float, index: int, phase_s: float
+    ) -> Visit:
         seen.append(phase_s)
-        return Visit(close_code=1000)
+        return Visit(close_codes=[1000])
 
     monkeypatch.setattr(load, "visit", visit)
-    plan = Plan("ws://nowhere", 4, 1.0, is_together=is_together)
+    plan = Plan("ws://nowhere", {"audio": 4}, 1.0, is_together=is_together)
     await load.load(plan, Clip(np.zeros(0, np.float32), ()))
 
     assert seen == phases
@@ -212,11 +232,11 @@ async def test_sessions_keep_to_one_grid_however_long_they_waited(
     service: Service, scenario: Scenario
 ) -> None:
     track = Track(Clip(np.zeros(0, np.float32), ()), 1.0)
-    plan = Plan(service.ws_url, 2, 0.1, chunk_s=CHUNK_S, is_together=True)
+    plan = Plan(service.ws_url, {"audio": 2}, 0.1, chunk_s=CHUNK_S, is_together=True)
     start_at = asyncio.get_running_loop().time()
 
-    first = await load.visit(plan, track, start_at, 0.0)
-    second = await load.visit(plan, track, start_at, 0.0)
+    first = await visit(plan, "audio", track, start_at, 0, 0.0)
+    second = await visit(plan, "audio", track, start_at, 0, 0.0)
 
     steps = (second.begin_at - first.begin_at) / CHUNK_S
     assert steps == pytest.approx(round(steps))
@@ -227,7 +247,7 @@ def test_a_track_repeats_its_clip_with_pictures_and_pauses() -> None:
     clip = Clip(np.full(16_000, 0.5, np.float32), (b"one", b"two"))
     track = Track(clip, pause_s=1.0)
 
-    chunks = list(track.chunks(5, 1.0))
+    chunks = list(track.chunks(5, 1.0, has_frames=True))
 
     assert [bool(samples.any()) for samples, _ in chunks] == [True, False, True, False, True]
     assert [list(frames) for _, frames in chunks] == [[b"one"], [b"two"]] * 2 + [[b"one"]]
