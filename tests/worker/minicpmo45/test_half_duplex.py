@@ -354,6 +354,14 @@ def test_every_chunk_is_spoken_before_the_next_one_is_written():
     ]
 
 
+def test_words_can_wait_as_long_as_there_is_sound_to_be_played():
+    session, played = spoken(speaks=[150, 10])
+
+    due = [run.op.deadline - session.model.now for run in played.of(ops.DECODE)]
+    assert due[:10] == [1.0] * 10
+    assert set(due[10:20]) == {6.0}
+
+
 def test_words_carry_the_state_at_their_own_position():
     session, played = spoken()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -31,7 +32,7 @@ def speak(model, voice, n_words=4, *, is_last=False, max_new=500, **changes):
     draws = SeededDraws(0)
     return run_program(
         model,
-        say(model, voice, words(n_words), draws, 0.0, is_last=is_last, max_new=max_new, **changes),
+        say(model, voice, words(n_words), draws, is_last=is_last, max_new=max_new, **changes),
     )
 
 
@@ -218,3 +219,34 @@ def test_reindexing_keeps_the_first_words_and_the_last():
     start = first + second
     assert moves[3] == [ops.MoveRequest(0, start, start + third, first, "speech")]
     assert voice.position == first + third + 5 + 3
+
+
+# ---- when it is due
+
+
+def test_sound_that_is_ahead_of_its_hearer_is_due_when_it_has_been_played():
+    model = TurnModel(speaks=[100])
+    voice = utterance(reply_s=1.0)
+
+    played = speak(model, voice)
+
+    # The clock stands still: each second of sound lets the next one be due a second later.
+    assert [run.op.deadline - model.now for run in played.of(ops.VOCODE)] == [1.0, 1.0, 2.0, 3.0]
+    assert voice.due(model.now) == model.now + 4.0
+
+
+def test_sound_that_has_been_played_is_due_soon():
+    model = TurnModel(speaks=[50, 50])
+    voice = utterance(reply_s=1.0)
+    speak(model, voice)
+    model.now += 60.0
+
+    played = speak(model, voice)
+
+    assert played.of(ops.SPEAK)[0].op.deadline == model.now + 1.0
+
+
+def test_a_voice_that_answers_whenever_there_is_time_has_no_deadline():
+    played = speak(TurnModel(speaks=[60]), utterance())
+
+    assert {run.op.deadline for run in played.ops} == {math.inf}

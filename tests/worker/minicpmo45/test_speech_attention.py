@@ -177,7 +177,7 @@ def test_later_words_see_what_the_attention_type_leaves(model, attention, monkey
         run_program(
             model,
             say(
-                *(model, voice, words, SeededDraws(0), 0.0),
+                *(model, voice, words, SeededDraws(0)),
                 is_last=is_last,
                 max_new=n_draws,
                 min_new=n_draws,

@@ -322,7 +322,7 @@ def _read_out(
         is_last = first + size >= len(said)
         words = Words(said[first : first + size], states[first : first + size], is_last)
         made = yield from say(
-            *(model, utterance, words, state.draws, DEADLINE),
+            *(model, utterance, words, state.draws),
             is_last=is_last,
             max_new=MAX_CODES,
             min_new=MIN_CODES,

@@ -56,7 +56,8 @@ MAX_CHUNK_CODES: Final = 500
 MAX_SYSTEM_SHARE: Final = 0.5
 """Largest part of the context that the system message may take."""
 REPLY_S: Final = 1.0
-"""Ops of a turn are to run within this time; live units, which are due sooner, come first."""
+"""Ops of a turn are to run within this time, as those of live units, until sound is made; what
+follows that can wait until the sound has been played."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,11 +351,12 @@ def generate(model: MiniCpmO45, state: HalfDuplex, saves: bool = False) -> Progr
         deadline = model.clock() + REPLY_S
         if voice is not None:
             made = yield from say(
-                *(model, voice, words, state.draws, deadline),
+                *(model, voice, words, state.draws),
                 is_last=is_over,
                 max_new=MAX_CHUNK_CODES,
             )
             samples.append(made)
+            deadline = voice.due(model.clock())
     if model.compat.window_registers_retokenised_text:
         n_registered = len(model.tokenizer.encode("".join(texts)))
         state.rounds[-1] += n_registered - (state.n_tokens - n_before)
@@ -411,6 +413,7 @@ def _utterance(model: MiniCpmO45, state: HalfDuplex) -> Utterance | None:
         voice=state.voice,
         sampling=state.settings.code_sampling or model.config.speech.text_sampling(),
         attention=model.config.tts_attention,
+        reply_s=REPLY_S,
     )
 
 

@@ -7,6 +7,7 @@ MiniCPM-o 4.5 reference: its speech generator and the chunks that it gives to to
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.limits import OUTPUT_SAMPLE_RATE_HZ
 from worker.engine.contract import Emit, Op, Program
 from worker.models.contract import Piece
 from worker.models.minicpmo45 import ops
@@ -135,6 +137,15 @@ class Utterance:
     """How often words were said."""
     is_streamed: bool = True
     """Samples are handed out as soon as they exist."""
+    reply_s: float = math.inf
+    """Its ops are to run within this time while nothing is left to be played; infinite: whenever
+    nothing else is due."""
+    plays_until: float = 0.0
+    """When all that was made has been played, on the engine's clock, if it is played at once."""
+
+    def due(self, now: float) -> float:
+        """Return the deadline of what comes next: sound that is ahead of its hearer can wait."""
+        return max(now + self.reply_s, self.plays_until)
 
     @property
     def recent(self) -> tuple[int, ...]:
@@ -148,7 +159,6 @@ def say(
     utterance: Utterance,
     words: Words,
     draws: Draws,
-    deadline: float,
     *,
     is_last: bool,
     max_new: int,
@@ -161,7 +171,7 @@ def say(
         max_new: most draws for these words; without an end the last one is not used.
         min_new: as many draws cannot be the end.
     """
-    yield from _make_place(utterance, deadline)
+    yield from _make_place(utterance, utterance.due(model.clock()))
     utterance.last_start = utterance.position
     # Only the very first code of a turn is drawn without penalty and filters.
     sampling = replace(utterance.sampling, first_is_free=not utterance.codes)
@@ -171,6 +181,7 @@ def say(
     while not is_over:
         n = min(PIECE_CODES, max_new - n_drawn)
         n_rows = 1 if n_drawn else len(words.ids) + 2
+        deadline = utterance.due(model.clock())
         yield from _make_room(model, utterance, n_rows + n, deadline)
         request = SpeechRequest(
             slot=utterance.slot,
@@ -194,7 +205,7 @@ def say(
         said += spoken.codes
         utterance.codes += spoken.codes
         utterance.buffer.push(spoken.codes)
-        samples += yield from _vocode(model, utterance, is_last and is_over, deadline)
+        samples += yield from _vocode(model, utterance, is_last and is_over)
     utterance.last = words, tuple(said)
     if utterance.n_said == 0:
         utterance.first_end = utterance.position
@@ -245,9 +256,10 @@ def _keep(utterance: Utterance, start: int, target: int, deadline: float) -> Pro
     utterance.last_start = max(0, utterance.last_start + target - start)
 
 
-def _vocode(model: MiniCpmO45, utterance: Utterance, is_last: bool, deadline: float) -> Program:
+def _vocode(model: MiniCpmO45, utterance: Utterance, is_last: bool) -> Program:
     samples: list[NDArray[np.float32]] = []
     for codes, is_end in utterance.buffer.take(is_last, CHUNK_CODES):
+        deadline = utterance.due(model.clock())
         if not utterance.has_begun:
             turn = ops.TurnRequest(utterance.slot, utterance.voice)
             yield Op(ops.START_TURN, turn, deadline=deadline)
@@ -255,6 +267,8 @@ def _vocode(model: MiniCpmO45, utterance: Utterance, is_last: bool, deadline: fl
         request = ops.VocodeRequest(utterance.slot, codes, is_end)
         made = yield Op(ops.VOCODE, request, (len(codes), is_end), deadline)
         samples.append(through_int16(made) if model.compat.voice_through_int16 else made)
+        begins_at = max(utterance.plays_until, model.clock())
+        utterance.plays_until = begins_at + len(made) / OUTPUT_SAMPLE_RATE_HZ
         if utterance.is_streamed:
             yield Emit(Piece(audio=samples[-1]))
     return samples
