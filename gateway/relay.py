@@ -327,13 +327,13 @@ class Relay:
 
     async def _give_answer(self, answered: Answered) -> None:
         self._watch.answer_done(self._clock.monotonic())
-        self._is_answered = True
         self._tape.gave(answered, 0.0, self._clock.monotonic())
         frames = await self._gateway.large.run(
             len(answered.audio), self._dialect.event, answered, 0.0, self._clock.wall()
         )
         for frame in frames:
             self._outbox.put_last(frame)
+        self._is_answered = True
 
     async def _limit_stop(self) -> None:
         await self._stop.wait()

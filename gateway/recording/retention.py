@@ -24,8 +24,8 @@ def is_on(config: RecordingConfig) -> bool:
 def clean(store: Store, config: RecordingConfig, now: datetime) -> int:
     """Remove what has to go; returns how many recordings that were. Waits for the disk.
 
-    What is no recording of ours is not touched, nor is one whose session lives or that is being
-    finished: it counts towards the size of all.
+    What is no recording of ours is not touched. Nor is one whose session lives, or that is being
+    finished, downloaded or uploaded to: it counts towards the size of all.
     """
     n_removed = 0
     for summary in doomed(store.summaries(), config, now):

@@ -77,7 +77,7 @@ class Store:
 
     def has_room(self) -> bool:
         """Whether another recording may begin; True where nobody can tell."""
-        folder = next(path for path in (self.root, *self.root.parents) if path.is_dir())
+        folder = next(path for path in (self.root, *self.root.parents) if os.path.isdir(path))
         if not os.access(folder, os.W_OK | os.X_OK):
             return False
         try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
+from gateway.offload import LargeFrames
+from shared.protocol import Answered
 from tests.fakes.scripted_worker import ScriptedWorker
 
 ASK = json.dumps({"messages": [{"role": "user", "content": "Where is Paris?"}]})
@@ -32,3 +35,27 @@ async def test_a_worker_that_breaks_while_it_cleans_up_is_no_error_of_the_sessio
 
             rest = [frame async for frame in socket]
             assert (rest, await client.closed()) == ([], 1000)
+
+
+async def test_an_answer_that_is_not_ready_yet_is_not_taken_for_given(serve, talker, until):
+    """Its worker broke while it was made ready: the session ended without it and without a word."""
+    async with ScriptedWorker() as worker, serve([worker]) as running:
+        is_making = asyncio.Event()
+
+        class Slow(LargeFrames):
+            async def run(self, n_bytes, work, *args, **kwargs):
+                if args and isinstance(args[0], Answered):
+                    is_making.set()
+                    await asyncio.Event().wait()
+                return await super().run(n_bytes, work, *args, **kwargs)
+
+        running.gateway.large = Slow()
+        async with running.dial_path("/ws/chat") as socket:
+            client = talker(socket)
+            await socket.send(ASK)
+            await asyncio.wait_for(is_making.wait(), 5)
+            (lease,) = running.gateway.pool.workers[0].leases
+            lease.lost.set()
+
+            assert (await client.hear_kind("error"))["slug"] == "worker_lost"
+            assert await client.closed() == 1011

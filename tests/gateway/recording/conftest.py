@@ -22,6 +22,9 @@ from gateway.recording.store import Store
 from shared.config import Config, RecordingConfig, SecurityConfig, ServiceConfig
 from shared.protocol import Command, Event, encode
 
+PATIENCE_S = 60.0
+"""For a recording to be finished: by a process of low priority, on a machine that may be busy."""
+
 ID = "20260301_100000_omni_1_AbC-_123"
 
 Say = tuple[float, int, Command | Event]
@@ -56,14 +59,16 @@ def write_log(store: Store) -> WriteLog:
             "title": "2026-03-01 10:00",
             "config": {"x": 1},
         }
-        folder = store.create(recording_id, meta)
-        log = Journal(folder)
-        for at, kind, message in said:
-            log.append(kind, at, 12.5 if kind == GAVE else 0.0, encode(message))
-        if reason is not None:
-            log.append(END, said[-1][0] if said else 0.0, 0.0, reason.encode())
-        log.close()
-        return folder
+
+        def fill(folder: Path) -> None:
+            log = Journal(folder)
+            for at, kind, message in said:
+                log.append(kind, at, 12.5 if kind == GAVE else 0.0, encode(message))
+            if reason is not None:
+                log.append(END, said[-1][0] if said else 0.0, 0.0, reason.encode())
+            log.close()
+
+        return store.create(recording_id, meta, fill)
 
     return write
 

@@ -14,6 +14,7 @@ from PIL import Image
 from shared.config import Config, RecordingConfig, ServiceConfig
 from shared.protocol import Delta, Generating
 from tests.fakes.scripted_worker import WORDS, Script, ScriptedWorker, speak
+from tests.gateway.recording.conftest import PATIENCE_S
 
 LOUD = base64.b64encode(struct.pack("<4f", *[0.5] * 4) * 2000).decode()
 
@@ -27,7 +28,7 @@ def config(tmp_path):
 async def finished(running, until, recording_id):
     """What the service tells of a recording once it is finished."""
     folder = running.gateway.recordings.store.root / recording_id
-    await until(lambda: (folder / "recording.json").exists(), 15)
+    await until(lambda: (folder / "recording.json").exists(), PATIENCE_S)
     async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
         meta = (await http.get(f"/api/sessions/{recording_id}")).json()
         body = (await http.get(f"/api/sessions/{recording_id}/recording")).json()

@@ -271,6 +271,20 @@ async def test_nothing_is_promised_where_nothing_can_be_written(
     assert "cannot be written to" in caplog.text
 
 
+def test_a_folder_that_cannot_be_looked_at_ends_no_looking_for_room(store, monkeypatch):
+    """It ended the task that does, and with it every later attempt to finish a recording."""
+    stat = os.stat
+
+    def refuse(path, **options):
+        if str(path).startswith(str(store.root.parent)):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+
+    assert store.has_room() in (True, False)
+
+
 @pytest.mark.parametrize("where", ["create", "append"])
 async def test_a_full_disk_stops_one_recording_and_says_so_once(
     recorder, writer, closed, store, records, until, monkeypatch, caplog, where

@@ -16,6 +16,7 @@ from gateway.recording.journal import Journal
 from gateway.recording.service import Recordings
 from shared.config import Config, RecordingConfig, ServiceConfig
 from shared.protocol import Input, Result
+from tests.gateway.recording.conftest import PATIENCE_S
 
 
 @pytest.fixture
@@ -52,8 +53,8 @@ async def test_an_ended_session_is_finished_and_an_earlier_one_too(
     assert recordings.live == {recording.recording_id}
     recording.end("stopped")
     for each in (recording.recording_id, "crashed"):
-        await until(lambda each=each: is_finished(recordings, each), 15)
-    await until(lambda: recordings.store.unfinished() == [])
+        await until(lambda each=each: is_finished(recordings, each), PATIENCE_S)
+    await until(lambda: recordings.store.unfinished() == [], PATIENCE_S)
     await recordings.stop()
 
     body = json.loads((recordings.store.find("crashed") / "recording.json").read_text())
@@ -76,7 +77,7 @@ async def test_a_session_of_another_gateway_on_the_same_folder_is_left_alone(sta
     log = Journal(folder)
     recordings = start()
     await asyncio.sleep(0.1)
-    await until(lambda: recordings.n_unfinished == 0)
+    await until(lambda: recordings.n_unfinished == 0, PATIENCE_S)
     await recordings.stop()
 
     assert not (folder / "recording.json").exists()
@@ -234,14 +235,14 @@ class TestFullDisk:
     ):
         folder = write_log("a", "audio_duplex", [took(0, Input(0, tone(1)))])
         recordings = start()
-        await until(lambda: recordings._backlog._postponed, 10)
+        await until(lambda: recordings._backlog._postponed, PATIENCE_S)
         assert recordings.n_unfinished == 1
         seen = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
         assert sorted(seen) == ["log.msgpack", "meta.json"]
 
         full.clear()
-        await until(lambda: is_finished(recordings, "a"), 15)
-        await until(lambda: recordings.n_unfinished == 0)
+        await until(lambda: is_finished(recordings, "a"), PATIENCE_S)
+        await until(lambda: recordings.n_unfinished == 0, PATIENCE_S)
         await recordings.stop()
 
         assert recordings.store.unfinished() == []
@@ -262,7 +263,7 @@ class TestFullDisk:
         assert len(script.runs) == 1
 
         monkeypatch.setattr(store_module, "MIN_FREE_BYTES", 0)
-        await until(lambda: len(script.runs) == 3)
+        await until(lambda: len(script.runs) >= 3)
         await recordings.stop()
 
     async def test_it_is_tried_less_and_less(self, write_log, monkeypatch):
@@ -347,7 +348,7 @@ async def test_another_gateways_sessions_are_not_counted(start, store, until):
     log = Journal(folder)
     recordings = start()
     await until(lambda: recordings.n_unfinished == 1)
-    await until(lambda: recordings.n_unfinished == 0, 10)
+    await until(lambda: recordings.n_unfinished == 0, PATIENCE_S)
     await recordings.stop()
     log.close()
 
