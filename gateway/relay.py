@@ -205,9 +205,9 @@ class Relay:
         code = 1000 if fault is None or fault.ws_close is None else fault.ws_close
         reason = fault.close_reason if fault else ""
         words = self._failure(fault.slug, fault.message) if fault else None
+        if fault and fault.slug == SlowReader.slug:
+            self._outbox.clear()
         if words is not None:
-            if fault is not None and fault.slug == SlowReader.slug:
-                self._outbox.clear()
             self._outbox.put_last(words)
         limit_s = ANSWER_TIMEOUT_S if self._is_answered else FLUSH_TIMEOUT_S
         try:
@@ -248,8 +248,7 @@ class Relay:
                     self._limit_stop(),
                 )
             except WorkerLost:
-                # A client that has all it asked for is not told what came after.
-                if not self._is_stopped and not self._is_answered:
+                if not self._has_all:
                     raise
         finally:
             if self._link is not None:
@@ -291,13 +290,18 @@ class Relay:
             await asyncio.sleep(LAST_WORDS_S)
             raise
 
+    @property
+    def _has_all(self) -> bool:
+        """Whether the client has all it asked for; it is not told what comes after."""
+        return self._is_stopped or self._is_answered
+
     async def _backward(self, link: WorkerLink) -> None:
         """Pass the worker's events on until it has closed the session."""
         while True:
             event = await link.receive()
             match event:
                 case Closed():
-                    if not self._is_stopped and not self._is_answered:
+                    if not self._has_all:
                         raise WorkerLost(f"The worker ended the session: {event.reason}")
                     return
                 case Failure():

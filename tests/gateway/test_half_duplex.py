@@ -21,25 +21,26 @@ PATH = "/ws/half_duplex/hdx_1"
 
 
 @asynccontextmanager
-async def live(serve, talker):
-    """A worker, and a client whose session there is prepared."""
+async def connected(serve, talker):
+    """A worker, and a client of its gateway."""
     async with (
         ScriptedWorker() as worker,
         serve([worker]) as running,
         running.dial_path(PATH) as socket,
     ):
-        client = talker(socket)
+        yield worker, talker(socket)
+
+
+@asynccontextmanager
+async def live(serve, talker):
+    """The same, and its session is prepared."""
+    async with connected(serve, talker) as (worker, client):
         await client.prepare()
         yield worker, client
 
 
 async def test_a_conversation_of_two_turns_goes_to_a_normal_close(serve, talker):
-    async with (
-        ScriptedWorker() as worker,
-        serve([worker]) as running,
-        running.dial_path(PATH) as socket,
-    ):
-        client = talker(socket)
+    async with connected(serve, talker) as (worker, client):
         heard = []
 
         await client.say("prepare", config={"session": {"timeout_s": 60}})
@@ -139,15 +140,10 @@ REFUSED = {
 async def test_what_cannot_be_used_gets_a_typed_error_and_the_session_goes_on(
     serve, talker, message, slug
 ):
-    async with (
-        ScriptedWorker() as worker,
-        serve([worker]) as running,
-        running.dial_path(PATH) as socket,
-    ):
-        client = talker(socket)
+    async with connected(serve, talker) as (worker, client):
         await client.hear_kind("queue_done")
 
-        await socket.send(json.dumps(message))
+        await client.socket.send(json.dumps(message))
 
         assert (await client.hear())["slug"] == slug
         assert (await client.prepare())["type"] == "prepared"
@@ -181,12 +177,7 @@ async def test_the_end_of_the_time_is_told_before_the_close(serve, talker):
 
 
 async def test_a_place_that_was_never_prepared_says_how_long_it_was_kept(serve, talker):
-    async with (
-        ScriptedWorker() as worker,
-        serve([worker]) as running,
-        running.dial_path(PATH) as socket,
-    ):
-        client = talker(socket)
+    async with connected(serve, talker) as (worker, client):
         await client.hear_kind("queue_done")
         await asyncio.sleep(0.15)
         await worker.sessions[0].send(Failure("session_timeout", "Idle timeout (30.0s)", 1000))
