@@ -99,8 +99,8 @@ class SessionClient(Generic[EventT]):
     newest message was handed to it, and when the newest returned event was complete in it.
 
     Args:
-        url: base address (`ws://`, `wss://`, `http://`, `https://`); a path other than `/` is
-            taken as the complete endpoint.
+        url: base address (`ws://`, `wss://`, `http://`, `https://`), with the path below which a
+            proxy has the service, if any; one whose path contains `/ws/` is the complete endpoint.
         path: the endpoint below a base address.
         parse: makes an event of a message; None for one of a type that this client does not know.
         api_key: sent as a bearer token.
@@ -279,6 +279,8 @@ class SessionClient(Generic[EventT]):
 def endpoint(url: str, path: str) -> str:
     """Return the WebSocket address of a path below a base address.
 
+    An address whose own path leads through `/ws/` is a complete endpoint and keeps it.
+
     Raises:
         SessionError: the address has no host or another scheme.
     """
@@ -292,8 +294,9 @@ def endpoint(url: str, path: str) -> str:
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
     if scheme not in {"ws", "wss"} or not is_address:
         raise SessionError(problem)
-    path = parts.path if parts.path.strip("/") else path
-    return urlunsplit((scheme, parts.netloc, path, parts.query, ""))
+    base = parts.path.rstrip("/")
+    whole = parts.path if "/ws/" in base else base + path
+    return urlunsplit((scheme, parts.netloc, whole, parts.query, ""))
 
 
 def new_session_id(prefix: str) -> str:
@@ -307,7 +310,11 @@ def _refusal(url: str, status: int) -> str:
     if status == 401:
         return f"{url} asks for an API key (or knows no such key)"
     if status == 403:
-        return f"{url} refuses the session (HTTP 403): API key, origin or a disabled mode"
+        # A gateway also answers so where it has no socket at all.
+        return (
+            f"{url} refuses the session (HTTP 403): because of the API key, the origin or a "
+            "disabled mode, or because the address is no session endpoint"
+        )
     if status == 404:
         return f"{url} is no session endpoint (HTTP 404)"
     return f"{url} refuses the session (HTTP {status})"

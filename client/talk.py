@@ -285,7 +285,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def recording_address(session_url: str, recording_id: str) -> str:
-    """Return the page of a recorded session, given the address of its socket."""
+    """Return the page of a recorded session, given the complete address of its socket."""
     parts = urlsplit(session_url)
     scheme = "https" if parts.scheme == "wss" else "http"
     # What stands in front of the socket's own path is where a proxy has the service.
@@ -302,7 +302,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m client.talk", description=__doc__)
     parser.add_argument("question", type=Path, help="WAV or any audio or video file")
     parser.add_argument(
-        "--url", default="ws://127.0.0.1:8006", help="server (default: %(default)s)"
+        "--url",
+        default="ws://127.0.0.1:8006",
+        help="server, with the path of the site that it is below (default: %(default)s)",
     )
     parser.add_argument("--out", type=Path, default=Path("answer.wav"), help="answer (WAV, 24 kHz)")
     parser.add_argument("--video", type=Path, help="file whose picture is sent, a frame a second")

@@ -41,6 +41,9 @@ CLOSE_GRACE_S = 5.0
 """For a closing handshake and for unsent bytes; then the connection is cut."""
 
 
+LONG_HEAD = f"The request's head is longer than {MAX_REQUEST_HEAD_BYTES // 1024} KiB"
+
+
 class IdleConnections:
     """The connections without a request, by client, oldest first."""
 
@@ -133,7 +136,7 @@ class HttpConnection(HttpToolsProtocol):
             self._n_head_bytes += len(data) - self._n_body_bytes
             if self._n_head_bytes > MAX_REQUEST_HEAD_BYTES:
                 if part is Part.HEAD:
-                    self._refuse(HeadTooLarge("The request's head is too long"))
+                    self._refuse(HeadTooLarge(LONG_HEAD))
                 else:
                     # It may have its answer already. The parser would keep the whole trailer.
                     self.cut("too long a trailer")
@@ -156,7 +159,8 @@ class HttpConnection(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(BadRequest(msg))
+        is_too_long = self._part is Part.HEAD and self._has_long_head()
+        self._refuse(HeadTooLarge(LONG_HEAD) if is_too_long else BadRequest(msg))
 
     def timeout_keep_alive_handler(self) -> None:
         self.cut("kept alive for nothing")
@@ -176,6 +180,9 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self._has_long_head():
+            # What the parser's callbacks raise ends in `send_400_response`.
+            raise HeadTooLarge(LONG_HEAD)
         self._part = Part.BODY
         super().on_headers_complete()
 
@@ -193,6 +200,11 @@ class HttpConnection(HttpToolsProtocol):
             self._settle()
 
     # ---- limits
+
+    def _has_long_head(self) -> bool:
+        """Whether what has been parsed of a head is beyond the bound: one read may bring more."""
+        n_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        return n_bytes > MAX_REQUEST_HEAD_BYTES
 
     def _settle(self) -> None:
         """Set the limit of what the client owes now."""

@@ -19,7 +19,10 @@ from shared.errors import Forbidden, ForbiddenOrigin, OmniError, TooManySessions
 
 COOKIE = "omni_api_key"
 COOKIE_SAFE = re.compile(r"[!#-+\--:<-\[\]-~]+")
-"""Characters that a cookie's value may have; a key with others works everywhere but here."""
+"""Characters that a cookie's value may have; a key with others is not kept by a page."""
+
+BEARER_SAFE = re.compile(r"[!-~]+( +[!-~]+)*")
+"""What comes unchanged out of an Authorization header, whatever client has written it."""
 
 QUERY_NAMES = ("api_key", "token")
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -158,15 +161,27 @@ def network_of(address: str) -> str:
 
 
 def warnings_of(config: Config) -> list[str]:
-    """Return a sentence for each setting that is dangerous where the service listens."""
+    """Return a sentence for each key that not every client can send, and for each setting that
+    is dangerous where the service listens."""
     security = config.security
-    if is_loopback(config.service.bind) or security.max_sessions_per_client:
-        return []
+    warnings = []
+    for setting, keys in (("api_keys", security.api_keys), ("admin_keys", security.admin_keys)):
+        for number, key in enumerate(keys, 1):
+            if not COOKIE_SAFE.fullmatch(key):
+                ways = "cookie" if BEARER_SAFE.fullmatch(key) else "cookie or Authorization header"
+                # Never the key itself: logs are read by more people than it.
+                warnings.append(
+                    f"security.{setting}: key {number} holds characters that no {ways} carries: "
+                    "no page can be used with it; take printable ASCII without blanks, quotes, "
+                    "commas, semicolons and backslashes"
+                )
     # No default number: behind a proxy on another machine all clients have one address.
-    return [
-        f"service.bind is {config.service.bind} and security.max_sessions_per_client is 0: one "
-        "client can take every slot and fill the queue"
-    ]
+    if not is_loopback(config.service.bind) and not security.max_sessions_per_client:
+        warnings.append(
+            f"service.bind is {config.service.bind} and security.max_sessions_per_client is 0: one "
+            "client can take every slot and fill the queue"
+        )
+    return warnings
 
 
 def given_keys(connection: HTTPConnection) -> tuple[str, ...]:

@@ -1,12 +1,16 @@
-"""A bound on the files that are being received: each holds memory, or disk, for up to a minute."""
+"""Bounds on files that are received: each holds memory, or disk, for up to a minute."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from shared.errors import TooManyConnections
+
+MIN_SOUND_S: Final = 0.1
+"""A file with less has been cut off: its header may promise minutes."""
 
 
 class Uploads:

@@ -12,6 +12,7 @@ from typing import Any
 import av
 import numpy as np
 
+from gateway.uploads import MIN_SOUND_S
 from shared.audio import Samples, encode_base64, samples_to_f32
 from shared.errors import BadVoiceFile, VoiceUnreadable
 from shared.limits import INPUT_SAMPLE_RATE_HZ, MAX_REFERENCE_VOICE_S
@@ -48,8 +49,8 @@ def decode_voice(file: bytes) -> Samples:
     """Return the sound of a file; blocks for some 10 ms per minute of it.
 
     Raises:
-        BadVoiceFile: no format of `FORMATS`, damaged, without sound, or of more than
-            `MAX_REFERENCE_VOICE_S`.
+        BadVoiceFile: no format of `FORMATS`, damaged, or its sound is shorter than
+            `MIN_SOUND_S` or longer than `MAX_REFERENCE_VOICE_S`.
     """
     try:
         formats = {"format_whitelist": FORMATS}
@@ -58,8 +59,10 @@ def decode_voice(file: bytes) -> Samples:
     except (av.error.FFmpegError, OSError, ValueError) as error:
         # ValueError: a stream that changes its rate or its channels on the way.
         raise BadVoiceFile("The voice cannot be read as a sound file") from error
-    if not samples.size:
-        raise BadVoiceFile("The voice holds no sound")
+    if samples.size < MIN_SOUND_S * INPUT_SAMPLE_RATE_HZ:
+        held_ms = 1000 * samples.size / INPUT_SAMPLE_RATE_HZ
+        least = f"at least {1000 * MIN_SOUND_S:g} ms are needed"
+        raise BadVoiceFile(f"The voice holds {held_ms:.1f} ms of sound; {least}")
     if not np.isfinite(samples).all():
         raise BadVoiceFile("The voice holds values that are not finite (NaN or infinity)")
     return samples

@@ -284,6 +284,16 @@ class SecurityConfig(Section):
     max_sessions_per_client: int = Field(0, ge=0)
     """0 = no limit."""
 
+    @field_validator("api_keys", "admin_keys")
+    @classmethod
+    def _can_be_sent(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        for number, key in enumerate(keys, 1):
+            if not key.strip():
+                raise ValueError(f"key {number} is blank, which no key may be")
+            if any("\ud800" <= char <= "\udfff" for char in key):
+                raise ValueError(f"key {number} holds half a character: no client could send it")
+        return keys
+
 
 class Config(Section):
     model: ModelConfig = ModelConfig()

@@ -243,7 +243,7 @@ class VoiceUnavailable(BadMessage):
 
 
 class BadVoiceFile(BadMessage):
-    """An uploaded voice that no decoder reads, that is too long, or that holds no sound."""
+    """An uploaded voice that no decoder reads, that is too long, or that holds next to no sound."""
 
     slug = "bad_voice_file"
     http_status = 400
@@ -265,7 +265,7 @@ class NoStorage(OmniError):
 
 
 class BadRecordingFile(BadMessage):
-    """An uploaded recording that is no container of its type, or holds no sound and no pictures."""
+    """An uploaded recording that is no container of its type, or holds next to nothing."""
 
     slug = "bad_recording_file"
     http_status = 400
@@ -275,6 +275,14 @@ class RecordingInUse(OmniError):
     """A recording whose session lives, or that is being finished or read, cannot be removed."""
 
     slug = "recording_in_use"
+    ws_close = None
+    http_status = 409
+
+
+class RecordingUnfinished(OmniError):
+    """A recording whose log has not been turned into its files yet cannot be downloaded."""
+
+    slug = "recording_unfinished"
     ws_close = None
     http_status = 409
 

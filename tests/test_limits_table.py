@@ -26,7 +26,7 @@ def rows(text: str) -> list[tuple[str, str, str, str]]:
 TEXT = limits_of("operations.md")
 ROWS = rows(TEXT)
 CHAT = rows(limits_of("chat.md").partition("\n## ")[0])
-UNITS = {"": 1, "s": 1, "KiB": 2**10, "MiB": 2**20}
+UNITS = {"": 1, "s": 1, "ms": 1e-3, "KiB": 2**10, "MiB": 2**20}
 NO_LIMITS = {"INPUT_SAMPLE_RATE_HZ", "OUTPUT_SAMPLE_RATE_HZ", "MIB", "IDLE_TIMEOUT_S"}
 """Of `shared.limits`: constants that bound nothing, and the default of a setting."""
 

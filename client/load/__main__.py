@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -106,7 +107,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--url", default="ws://127.0.0.1:8006", help="server (default: %(default)s)"
+        "--url",
+        default="ws://127.0.0.1:8006",
+        help="server, with the path of the site that it is below (default: %(default)s)",
     )
     parser.add_argument(
         "--mode",
@@ -118,7 +121,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sessions", type=int, default=1, help="sessions at the same time")
     parser.add_argument("--seconds", type=float, default=30.0, help="length of each session")
-    parser.add_argument("--audio", type=Path, help="what each says, again and again; else silence")
+    parser.add_argument(
+        "--audio",
+        type=Path,
+        help="what each says, again and again; else silence (half duplex needs it)",
+    )
     parser.add_argument("--video", type=Path, help="file whose picture is sent, a frame a second")
     parser.add_argument("--speech", action="store_true", help="chat is answered with sound, too")
     parser.add_argument("--pause-s", type=float, default=10.0, help="silence after each --audio")
@@ -143,14 +150,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(str(error))
     if "omni" in arguments.sessions and not arguments.video:
         parser.error("--mode omni sends pictures: name a file with --video")
+    if "half_duplex" in arguments.sessions and not arguments.audio:
+        parser.error("--mode half_duplex asks with speech: name a file with --audio")
     if arguments.chunk_s is not None and not 0.05 <= arguments.chunk_s <= MAX_CHUNK_S:
         parser.error(f"--chunk-s is {arguments.chunk_s}, must be in 0.05..{MAX_CHUNK_S:g}")
     if arguments.json and not arguments.json.parent.is_dir():
         folder = arguments.json.parent
         parser.error(f"--json is {arguments.json}, but there is no folder {folder}")
     for name in ("seconds", "pause_s", "buffer_ms", "max_wait_s"):
-        if getattr(arguments, name) < 0:
-            parser.error(f"--{name.replace('_', '-')} must not be negative")
+        number = getattr(arguments, name)
+        if not 0 <= number < math.inf:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} is {number}, must be finite and not negative")
     return arguments
 
 

@@ -11,19 +11,19 @@ import orjson
 from gateway.dialects.g0 import G0, dump
 from gateway.dialects.g0_messages import GENERATION, generation, messages
 from gateway.dialects.g0_values import (
+    audio,
     flag,
     integer,
     json_object,
     refuse_server_paths,
     section,
     unknown,
-    voice,
 )
 from gateway.tickets import Place
 from shared import protocol
 from shared.audio import F32_BYTES, encode_base64
 from shared.errors import BadMessage
-from shared.limits import INPUT_SAMPLE_RATE_HZ, OUTPUT_SAMPLE_RATE_HZ
+from shared.limits import INPUT_SAMPLE_RATE_HZ, MAX_REFERENCE_VOICE_S, OUTPUT_SAMPLE_RATE_HZ
 from shared.protocol import Answered, Ask, Event
 
 STREAM_MAX_NEW_TOKENS = 256
@@ -72,8 +72,10 @@ def read_request(body: Mapping[str, Any], *, is_streaming: bool) -> ChatRequest:
         is_streaming=flag("streaming", body.get("streaming"), True) and is_streaming,
         speaks=flag("tts.enabled", tts.get("enabled"), False),
         voice=_voice(tts),
-        max_slice_nums=None if slices is None else _slices("max_slice_nums", slices),
-        use_image_id=None if use_image_id is None else flag("use_image_id", use_image_id, False),
+        max_slice_nums=None if slices is None else _slices("image.max_slice_nums", slices),
+        use_image_id=(
+            None if use_image_id is None else flag("image.use_image_id", use_image_id, False)
+        ),
         is_omni=flags["omni_mode"],
         enable_thinking=flags["enable_thinking"],
         use_tts_template=flags["use_tts_template"],
@@ -208,9 +210,10 @@ class G0Chat(G0):
 
 
 def _voice(tts: Mapping[str, Any]) -> bytes:
-    data = voice(tts, "ref_audio_data")
+    text = tts.get("ref_audio_data")
+    data = audio(text, "tts.ref_audio_data", MAX_REFERENCE_VOICE_S) if text else b""
     longest_ms = tts.get("ref_audio_max_ms")
     if longest_ms is None:
         return data
-    n_samples = _voice_ms("ref_audio_max_ms", longest_ms) * INPUT_SAMPLE_RATE_HZ // 1000
+    n_samples = _voice_ms("tts.ref_audio_max_ms", longest_ms) * INPUT_SAMPLE_RATE_HZ // 1000
     return data[: n_samples * F32_BYTES]

@@ -104,8 +104,8 @@ class G0HalfDuplex(G0):
     def _prepare(self, body: Mapping[str, Any]) -> protocol.PrepareTurns:
         config = section(body, "config")
         said = {name: section(config, name) for name in CONFIG}
-        vad = checked(said["vad"], VAD)
-        limits = checked(said["session"], SESSION)
+        vad = checked(said["vad"], VAD, "vad.")
+        limits = checked(said["session"], SESSION, "session.")
         prepare = protocol.PrepareTurns(
             system=_system(body.get("system_content")),
             vad=VadSettings(**{VAD_NAMES[key]: value for key, value in vad.items()}),

@@ -66,11 +66,11 @@ def generation(said: Mapping[str, Any], max_new_tokens: int) -> GenerationSettin
         said: the client's object; names that are not in `GENERATION` are left out.
         max_new_tokens: of a client that does not say it.
     """
-    values = {"max_new_tokens": max_new_tokens, **checked(said, GENERATION)}
+    values = {"max_new_tokens": max_new_tokens, **checked(said, GENERATION, "generation.")}
     if values.get("min_new_tokens", 0) > values["max_new_tokens"]:
         raise BadMessage(
-            f"min_new_tokens is {values['min_new_tokens']}, more than max_new_tokens "
-            f"({values['max_new_tokens']})"
+            f"generation.min_new_tokens is {values['min_new_tokens']}, more than "
+            f"generation.max_new_tokens ({values['max_new_tokens']})"
         )
     if "max_inp_length" in values:
         values["max_input_tokens"] = values.pop("max_inp_length")
@@ -92,10 +92,13 @@ def messages(value: object) -> list[ChatMessage]:
             raise BadMessage(
                 f"{where}.role is {shown(role)}, expected one of {', '.join(map(str, ROLES))}"
             )
-        message = ChatMessage(cast("Role", role), parts(one.get("content"), f"{where}.content"))
-        n_parts += 1 + len(message.parts)
+        content = one.get("content")
+        message = ChatMessage(cast("Role", role), parts(content, f"{where}.content"))
+        n_parts += 1 if isinstance(content, str) else 1 + len(message.parts)
         if n_parts > MAX_CHAT_PARTS:
-            raise BadMessage(f"messages and their items are more than {MAX_CHAT_PARTS}")
+            raise BadMessage(
+                f"messages and the items of their lists are more than {MAX_CHAT_PARTS}"
+            )
         if message.parts:
             found.append(message)
     if not found:

@@ -141,10 +141,16 @@ def word(*words: str) -> Check:
     return check
 
 
-def checked(said: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
-    """Return the values that have a check and are said, checked. null = not said."""
+def checked(
+    said: Mapping[str, Any], checks: Mapping[str, Check], within: str = ""
+) -> dict[str, Any]:
+    """Return the values that have a check and are said, checked. null = not said.
+
+    Args:
+        within: what stands before a key in an error, such as "vad.".
+    """
     return {
-        key: checks[key](key, value)
+        key: checks[key](within + key, value)
         for key, value in said.items()
         if key in checks and value is not None
     }

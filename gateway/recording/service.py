@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MIB: Final = 2**20
 FIRST_CLEAN_S: Final = 60.0
 CLEAN_EVERY_S: Final = 86_400.0
-LOOK_EVERY_S: Final = 5.0
+LOOK_EVERY_S: Final = 1.0
 """For room on the disk. Asking may take as long as the disk likes: no session waits for it."""
 
 
@@ -35,7 +35,7 @@ class Recordings:
         self._config = config.recording
         self._clock = clock
         self.store = Store(Path(config.service.data_dir))
-        self.writer = Writer(self.store, self._config.max_queue_mb * MIB)
+        self.writer = Writer(self.store, self._config.max_queue_mb * MIB, self._note_full)
         self.uploads = Uploads(MAX_UPLOADS)
         self._has_room = True
         self._backlog = Backlog(lambda: self._has_room)
@@ -93,6 +93,10 @@ class Recordings:
         if left:
             log.info("unfinished recordings=%d", len(left))
         return left
+
+    def _note_full(self) -> None:
+        """Called by the writer's thread: no session may be promised more before the next look."""
+        self._has_room = False
 
     async def _look_for_room(self) -> None:
         while True:

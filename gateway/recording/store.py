@@ -243,6 +243,12 @@ def is_own_file(path: Path) -> bool:
     return os.path.isfile(path) and not os.path.islink(path)
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Whether there is a log and nothing that has been made of it."""
+    # The log first: it goes once the other one is there.
+    return is_own_file(folder / journal.NAME) and not os.path.exists(folder / RECORDING)
+
+
 @contextmanager
 def kept(folder: Path) -> Iterator[None]:
     """Keep a recording from being removed while somebody is at all of its files.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -15,13 +17,16 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
 from gateway.recording.store import kept
-from gateway.uploads import Uploads
+from gateway.uploads import MIN_SOUND_S, Uploads
 from shared.errors import BadMessage, BadRecordingFile, NoStorage, PayloadTooLarge
 from shared.limits import MIB
 
 MAX_UPLOAD_BYTES: Final = 200 * MIB
 MAX_UPLOADS: Final = 16
 """Under way at the same time: 3 GiB of disk that may be thrown away again."""
+
+MAX_PACKETS: Final = 10_000
+"""Looked at for `MIN_SOUND_S` of sound or pictures, which come in some hundred at most."""
 
 WRITE_BYTES: Final = MIB
 STEM: Final = "frontend_replay"
@@ -127,7 +132,7 @@ async def receive(
         BadMessage: no form, none with a field `file`, or not all of it.
         TooManyConnections: others are under way.
         UnsupportedType: see `TYPES`.
-        BadRecordingFile: it is not of the type that it is said to be.
+        BadRecordingFile: it is not of the type that it is said to be, or holds next to nothing.
         PayloadTooLarge: the file has more than `MAX_UPLOAD_BYTES`.
         NoStorage: the disk does not take it.
     """
@@ -162,17 +167,44 @@ async def receive(
 
 
 def _look_at(path: Path, extension: str) -> None:
-    """Raises BadRecordingFile: no container of this kind with sound or pictures. OSError."""
+    """Raises BadRecordingFile: no container of this kind with some sound or pictures. OSError."""
     options = {"format_whitelist": FORMATS[extension]}
     try:
         # A file, not its path: nothing that it names can be opened.
         with path.open("rb") as file, av.open(file, "r", container_options=options) as container:
-            media = [*container.streams.video, *container.streams.audio]
-            is_filled = bool(media) and any(packet.size for packet in container.demux(media))
+            held_s = _first_part(container)
     except (av.error.FFmpegError, ValueError) as error:
         raise BadRecordingFile(f"The file is no {extension} that can be read") from error
-    if not is_filled:
-        raise BadRecordingFile("The file holds neither sound nor pictures")
+    if held_s < MIN_SOUND_S:
+        least = f"at least {1000 * MIN_SOUND_S:g} ms are needed"
+        raise BadRecordingFile(
+            f"The file holds {1000 * held_s:.1f} ms of sound or pictures; {least}"
+        )
+
+
+def _first_part(container: av.container.InputContainer) -> float:
+    """Return the seconds of sound or pictures, whichever are more; not all beyond `MIN_SOUND_S`.
+
+    Sound is decoded, since a header may promise any length. Pictures are not, since one may take
+    gigabytes: they count from the first one to the end of the last one.
+    """
+    held_s, first_s = 0.0, dict[int, float]()
+    n_samples: Counter[int] = Counter()
+    media = [*container.streams.video, *container.streams.audio]
+    # Without streams FFmpeg's wrapper would take all kinds of them.
+    for packet in islice(container.demux(media), MAX_PACKETS) if media else ():
+        index = packet.stream_index
+        if isinstance(packet.stream, av.AudioStream):
+            for frame in packet.stream.decode(packet):
+                n_samples[index] += frame.samples
+                held_s = max(held_s, n_samples[index] / max(1, frame.sample_rate))
+        elif packet.size and packet.pts is not None:
+            begins_s = float(packet.pts * packet.time_base)
+            lasts_s = float((packet.duration or 0) * packet.time_base)
+            held_s = max(held_s, begins_s + lasts_s - first_s.setdefault(index, begins_s))
+        if held_s >= MIN_SOUND_S:
+            break
+    return held_s
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -6,6 +6,7 @@ A session whose log cannot be written is not recorded any further, the others go
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import threading
@@ -33,6 +34,9 @@ FLUSH_TIMEOUT_S: Final = 5.0
 QUEUE_FULL: Final = "queue_full"
 DISK: Final = "disk"
 STOP_REASONS: Final = (QUEUE_FULL, DISK)
+
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""What a disk says that takes no more: it would take no other recording either."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,10 +73,12 @@ class Writer:
 
     Args:
         max_bytes: of messages that wait; beyond it a session's recording ends.
+        on_full: told that the disk takes no more; called by the thread.
     """
 
     store: Store
     max_bytes: int
+    on_full: Callable[[], None] = lambda: None
     n_stopped: Counter[str] = field(default_factory=Counter)
     """Recordings that ended before their session, by `STOP_REASONS`."""
 
@@ -159,9 +165,17 @@ class Writer:
         target.folder = self.store.create(target.recording_id, target.meta, open_log)
 
     def _give_up(self, target: Target, error: Exception) -> None:
-        strerror = error.strerror if isinstance(error, OSError) else None
-        self._stop(target, DISK, strerror or type(error).__name__)
+        self._refused(target, error)
         self._close(target)
+
+    def _refused(self, target: Target, error: Exception) -> None:
+        strerror = None
+        if isinstance(error, OSError):
+            strerror = error.strerror
+            if error.errno in FULL:
+                # First of all: whoever sees that it stopped may begin another one at once.
+                self.on_full()
+        self._stop(target, DISK, strerror or type(error).__name__)
 
     def _close(self, target: Target) -> None:
         closing, target.journal = target.journal, None
@@ -170,7 +184,7 @@ class Writer:
                 closing.close()
             except OSError as error:
                 # A network disk may refuse only now; what has arrived there can still be read.
-                self._stop(target, DISK, error.strerror or type(error).__name__)
+                self._refused(target, error)
         if target.folder is not None:
             target.on_closed(target.folder)
 

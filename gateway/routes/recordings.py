@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mimetypes
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,13 +20,17 @@ from gateway.recording.store import (
     RECORDING,
     is_own_file,
     is_private,
+    is_unfinished,
     write_atomically,
 )
-from shared.errors import BadMessage, NoStorage, OmniError
+from shared.errors import BadMessage, NoStorage, OmniError, RecordingUnfinished
 
 router = APIRouter()
 
 MAX_COMMENT_CHARS = 2000
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+"""Characters that a terminal obeys; tabs and ends of lines are none of them."""
+
 MAX_LISTED = 1000
 LISTED = 200
 VIEWERS = ("session.html", "session-viewer.html")
@@ -73,6 +78,8 @@ async def asset(request: Request, recording_id: str, path: str) -> Response:
 @router.get("/api/sessions/{recording_id}/download")
 async def download(request: Request, recording_id: str) -> StreamingResponse:
     folder = _folder(request, recording_id)
+    if is_unfinished(folder):
+        raise RecordingUnfinished("The recording is not finished yet")
     headers = {"Content-Disposition": f"attachment; filename={folder.name}.zip"}
     return StreamingResponse(
         archive.pieces(folder), media_type="application/zip", headers=HEADERS | headers
@@ -91,7 +98,10 @@ async def upload_recording(request: Request, recording_id: str) -> dict[str, Any
 @router.post("/api/sessions/{recording_id}/comment")
 async def put_comment(request: Request, recording_id: str, body: Comment) -> dict[str, Any]:
     path = _folder(request, recording_id) / COMMENT
-    text = (body.comment or "").strip()
+    written = body.comment or ""
+    if control := CONTROL.search(written):
+        raise BadMessage(f"comment: U+{ord(control.group()):04X} is a control character")
+    text = written.strip()
     if len(text) > MAX_COMMENT_CHARS:
         raise CommentTooLong(f"A comment may have {MAX_COMMENT_CHARS} characters at most")
     try:
@@ -115,7 +125,7 @@ async def get_comment(request: Request, recording_id: str) -> dict[str, str]:
     if not is_own_file(path):
         return {"comment": ""}
     try:
-        return {"comment": path.read_text(encoding="utf-8", errors="replace")}
+        return {"comment": path.read_bytes().decode(errors="replace")}
     except FileNotFoundError:
         return {"comment": ""}
 

@@ -33,12 +33,12 @@ class Viewer {
 
   async open() {
     this.meta = await getJson(base);
-    $("download").href = serviceUrl(`${base}/download`);
-    $("download").hidden = false;
     document.querySelector("main").hidden = false;
     this.showMeta();
     await this.showComment();
     const recording = await this.finished();
+    $("download").href = serviceUrl(`${base}/download`);
+    $("download").hidden = false;
     note(null);
     this.meta = await getJson(base);
     this.ending = recording.end_reason;

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from websockets.http11 import Request, Response
 from websockets.sync.server import ServerConnection, serve
 
 from client.chat import ChatClient
@@ -122,6 +123,9 @@ async def test_a_reader_beside_the_sender_gets_the_reason_too() -> None:
         (DuplexClient("ws://host", mode="audio"), "/ws/duplex/adx_"),
         (HalfDuplexClient("ws://host"), "/ws/half_duplex/hdx_"),
         (ChatClient("ws://host"), "/ws/chat"),
+        (DuplexClient("http://host/talk/", mode="omni"), "/talk/ws/duplex/omni_"),
+        (HalfDuplexClient("ws://host/talk"), "/talk/ws/half_duplex/hdx_"),
+        (ChatClient("ws://host/talk/"), "/talk/ws/chat"),
     ],
 )
 def test_each_client_has_its_endpoint(client: SessionClient[object], path: str) -> None:
@@ -134,6 +138,12 @@ def test_each_client_has_its_endpoint(client: SessionClient[object], path: str) 
         ("ws://host:8006", "ws://host:8006/ws/duplex/omni_1"),
         ("https://host/", "wss://host/ws/duplex/omni_1"),
         ("http://host:1/ws/duplex/mine", "ws://host:1/ws/duplex/mine"),
+        ("http://host:8180/talk/", "ws://host:8180/talk/ws/duplex/omni_1"),
+        ("ws://host/talk", "ws://host/talk/ws/duplex/omni_1"),
+        ("wss://host/a/talk//?key=k", "wss://host/a/talk/ws/duplex/omni_1?key=k"),
+        ("ws://host/ws/", "ws://host/ws/ws/duplex/omni_1"),
+        ("ws://host/news/x", "ws://host/news/x/ws/duplex/omni_1"),
+        ("https://host/talk/ws/duplex/mine", "wss://host/talk/ws/duplex/mine"),
     ],
 )
 def test_the_endpoint_is_completed_below_a_base_address(url: str, expected: str) -> None:
@@ -146,3 +156,22 @@ def test_the_endpoint_is_completed_below_a_base_address(url: str, expected: str)
 def test_an_address_without_host_or_scheme_is_refused(url: str) -> None:
     with pytest.raises(SessionError, match="no server address"):
         endpoint(url, "/ws/duplex/omni_1")
+
+
+async def test_a_refusal_with_403_names_the_address_too() -> None:
+    """It is also what a gateway answers on a path without a socket."""
+
+    def refuse(connection: ServerConnection, _: Request) -> Response:
+        return connection.respond(403, "")
+
+    def session(_: ServerConnection) -> None:
+        raise AssertionError("the handshake was refused")
+
+    with serve(session, "127.0.0.1", 0, process_request=refuse) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
+        with pytest.raises(SessionError, match=r"HTTP 403.* API key.*no session endpoint"):
+            await DuplexClient(url).__aenter__()
+        server.shutdown()
+        thread.join(timeout=10)

@@ -216,6 +216,19 @@ def test_a_recording_has_its_page_beside_the_sockets_of_its_service(url: str, pa
     assert recording_address(url, "r1") == page
 
 
+@pytest.mark.parametrize(
+    ("url", "page"),
+    [
+        ("http://host:8180/talk/", "http://host:8180/talk/s/r1"),
+        ("wss://host/talk", "https://host/talk/s/r1"),
+        ("ws://host/ws/", "http://host/ws/s/r1"),
+        ("ws://host", "http://host/s/r1"),
+    ],
+)
+def test_a_recording_has_its_page_below_the_base_address(url: str, page: str) -> None:
+    assert recording_address(DuplexClient(url).url, "r1") == page
+
+
 @pytest.mark.slow
 def test_the_command_saves_the_answer_and_exits_with_0(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]

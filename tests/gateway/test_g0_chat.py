@@ -181,7 +181,8 @@ def test_what_brings_nothing_is_left_out():
         (user({"type": "audio", "data": b64(bytes(64_000 * 301))}), BadAudio),
         (user({"type": "text", "text": "x" * (MAX_CHAT_CHARS + 1)}), BadMessage),
         (user(*[{"type": "text", "text": "x"}] * (MAX_CHAT_PARTS + 1)), BadMessage),
-        (HELLO * (MAX_CHAT_PARTS // 2 + 1), BadMessage),
+        (HELLO * (MAX_CHAT_PARTS + 1), BadMessage),
+        (user({"type": "text", "text": "x"}) * (MAX_CHAT_PARTS // 2 + 1), BadMessage),
     ],
 )
 def test_messages_that_cannot_be_asked_are_refused_by_kind(value, error):
@@ -190,6 +191,10 @@ def test_messages_that_cannot_be_asked_are_refused_by_kind(value, error):
 
     assert type(caught.value) is error
     assert len(str(caught.value)) < 200
+
+
+def test_a_message_that_is_a_plain_text_counts_once():
+    assert len(messages(HELLO * MAX_CHAT_PARTS)) == MAX_CHAT_PARTS
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,7 @@ def test_messages_that_cannot_be_asked_are_refused_by_kind(value, error):
     ],
 )
 def test_a_setting_out_of_range_is_named(section, key, value):
-    with pytest.raises(BadMessage, match=key):
+    with pytest.raises(BadMessage, match=rf"^{section}\.{key} is "):
         read(**{section: {key: value}})
 
 

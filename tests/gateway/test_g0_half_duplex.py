@@ -133,7 +133,7 @@ def test_settings_in_range_arrive_as_they_were_said(
     ],
 )
 def test_a_setting_out_of_range_is_named(section, key, value):
-    with pytest.raises(BadMessage, match=key):
+    with pytest.raises(BadMessage, match=rf"^{section}\.{key} is "):
         parse("prepare", config={section: {key: value}})
 
 

@@ -404,6 +404,36 @@ class TestLongRequests:
 
         assert answer_of(raw) == (431, "head_too_large")
 
+    @pytest.mark.parametrize("upgrade", [b"", UPGRADE.partition(b"\r\n")[2]], ids=["http", "ws"])
+    @pytest.mark.parametrize("n_bytes", [66_000, 200_000])
+    @pytest.mark.parametrize("where", ["url", "header", "headers"])
+    async def test_a_head_that_is_too_long_is_refused_however_it_comes(
+        self, serve, where, n_bytes, upgrade
+    ):
+        """One read brings up to 256 KiB, and the parser has its own bound for addresses."""
+        long = b"x" * n_bytes
+        many = b"".join(b"X-%d: %s\r\n" % (i, bytes(9)) for i in range(n_bytes // 10))
+        query = b"?long=" + long if where == "url" else b""
+        headers = {"url": b"", "header": b"X-Long: " + long + b"\r\n", "headers": many}[where]
+        head = b"GET /health" + query + b" HTTP/1.1\r\nHost: x\r\n" + upgrade + headers + b"\r\n"
+        async with serve([]) as running:
+            reader, writer = await dial(running, head.replace(b"\0", b"y"))
+            raw = await until_closed(reader)
+            writer.close()
+
+        assert answer_of(raw) == (431, "head_too_large")
+
+    @pytest.mark.parametrize("where", ["url", "header"])
+    async def test_a_head_of_nearly_the_limit_is_answered(self, serve, where):
+        long = "x" * 65_000
+        async with serve([]) as running, httpx.AsyncClient(trust_env=False) as http:
+            answer = await http.get(
+                f"{running.http}/health?{long if where == 'url' else ''}",
+                headers={"X-Long": long} if where == "header" else {},
+            )
+
+        assert answer.status_code == 200
+
     @pytest.mark.parametrize("said", [b"nonsense\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET\0 / HT"])
     async def test_what_is_no_http_has_the_one_error_shape(self, serve, said):
         async with serve([]) as running:
@@ -544,3 +574,25 @@ def test_a_public_service_without_a_limit_per_client_is_warned_of(bind, limit, n
     )
 
     assert len(warnings_of(config)) == n_warnings
+
+
+@pytest.mark.parametrize("setting", ["api_keys", "admin_keys"])
+@pytest.mark.parametrize(
+    ("key", "is_for_headers"),
+    [
+        *((key, True) for key in ("a;b", "a,b", 'a"b', "a\\b", "a b")),
+        *(
+            (key, False)
+            for key in ("schlüssel", "密钥", "a\tb", "a\nb", "a\x7fb", " edge", "edge ")
+        ),
+    ],
+)
+def test_a_key_that_no_page_can_use_is_warned_of_without_being_shown(setting, key, is_for_headers):
+    config = Config.model_validate({"security": {setting: ["0-Aa!#~", key]}})
+
+    (warning,) = warnings_of(config)
+
+    assert warning.startswith(f"security.{setting}: key 2 ")
+    assert key not in warning
+    assert "\n" not in warning
+    assert ("Authorization" in warning) != is_for_headers

@@ -50,6 +50,12 @@ def wav(seconds: float = 1.0) -> bytes:
     return encoded("wav", "pcm_s16le", RATE_HZ, seconds)
 
 
+def wav_cut_to(n_samples: int) -> bytes:
+    """Return what a broken transfer leaves: the header speaks of a whole second."""
+    whole = wav()
+    return whole[: len(whole) - 2 * (RATE_HZ - n_samples)]
+
+
 def body(file: bytes, name: str = "Ann") -> dict[str, str]:
     return {"name": name, "audio_base64": base64.b64encode(file).decode()}
 
@@ -200,6 +206,8 @@ class TestUpload:
             "raw samples": tone(1.0).tobytes(),
             "no sound": (tmp_path / "empty.wav").read_bytes(),
             "cut off": wav()[:30],
+            "cut to 3 samples": wav_cut_to(3),
+            "almost": wav(0.099),
             "not finite": bytes(not_finite),
             "too long": encoded("flac", "flac", 8000, 60.1),
         }
@@ -212,6 +220,9 @@ class TestUpload:
         told = {what: (a.status_code, a.json()["slug"]) for what, a in answers.items()}
         assert told == dict.fromkeys(files, (400, "bad_voice_file"))
         assert "60 s" in answers["too long"].json()["detail"]
+        short = answers["cut to 3 samples"].json()["detail"]
+        assert "0.2 ms" in short
+        assert "100 ms" in short
         assert listed["total"] == 0
         assert not folder.exists()
 

@@ -229,6 +229,18 @@ def test_what_may_be_a_key_is_not_shown(tmp_path):
     assert "mine" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["", "  ", "\t", "\u3000", "\ud800secret"])
+@pytest.mark.parametrize("setting", ["api_keys", "admin_keys"])
+def test_a_key_that_no_client_can_send_is_refused(tmp_path, setting, key):
+    path = write(tmp_path, {"security": {setting: ["a-fine-one", key]}})
+
+    with pytest.raises(ConfigError, match=rf"security\.{setting}: key 2 ") as caught:
+        load_config(path)
+
+    assert "fine" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from client.load import __main__ as load
-from client.load.__main__ import main
+from client.load.__main__ import main, parse_arguments
 from client.load.figures import client_figures
 from client.load.plan import Mode, Plan, Track
 from client.load.visits import Visit, visit
@@ -205,6 +205,30 @@ def test_impossible_options_are_refused(options: list[str]) -> None:
         main(options)
 
     assert refusal.value.code == 2
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "-1"])
+@pytest.mark.parametrize(
+    "option", ["--seconds", "--pause-s", "--chunk-s", "--buffer-ms", "--max-wait-s"]
+)
+def test_a_number_that_is_no_length_is_refused_by_its_option(
+    option: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        parse_arguments([f"{option}={number}"])
+
+    assert refusal.value.code == 2
+    assert f"error: {option} is {float(number)}, must be" in capsys.readouterr().err
+
+
+def test_half_duplex_without_speech_is_refused_for_it_would_measure_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        parse_arguments(["--mode", "audio:2", "--mode", "half_duplex:2"])
+
+    assert refusal.value.code == 2
+    assert "name a file with --audio" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
 from client.load import talker, visits
 from client.load.__main__ import main, sessions_of
 from shared.audio import write_wav
+from tests.fakes import g0_server
 from tests.fakes.g0_server import Scenario, Service
 
 CHUNK_S = 0.05
@@ -92,11 +94,13 @@ def test_an_answer_that_does_not_come_is_a_loss(
 
 
 def test_a_half_duplex_session_that_is_refused_is_lost_with_its_slug(
-    service: Service, scenario: Scenario, capsys: pytest.CaptureFixture[str]
+    service: Service, scenario: Scenario, capsys: pytest.CaptureFixture[str], question: str
 ) -> None:
     scenario.turns.prepare_error = "no"
 
-    run = Run(capsys, service.ws_url, "--mode", "half_duplex", "--sessions", "2", "--seconds", "0")
+    run = Run(
+        capsys, service.ws_url, "--mode", "half_duplex:2", "--seconds", "0", "--audio", question
+    )
 
     assert run.status == 1
     assert turns(run)["sessions"]["refused"] == 2
@@ -178,6 +182,23 @@ def test_one_run_may_mix_the_modes(
     served = {mode: figures["sessions"]["served"] for mode, figures in run.modes.items()}
     assert served == {"audio": 2, "half_duplex": 1, "chat": 1}
     assert [line.split()[1] for line in run.table if line.startswith("mode ")] == [*served]
+
+
+def test_all_modes_find_a_service_below_a_path_of_its_site(
+    scenario: Scenario,
+    capsys: pytest.CaptureFixture[str],
+    question: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = FastAPI()
+    site.mount("/talk", g0_server.make_app(scenario))
+    monkeypatch.setattr(g0_server, "make_app", lambda _: site)
+    options = ("--mode", "audio", "--mode", "half_duplex", "--mode", "chat", "--seconds", "0.2")
+
+    with g0_server.serving(scenario) as service:
+        run = Run(capsys, f"{service.http_url}/talk/", *options, "--audio", question)
+
+    assert run.status == 0
 
 
 def test_a_mode_without_a_number_has_as_many_sessions_as_were_asked_for() -> None:

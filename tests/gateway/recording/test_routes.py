@@ -111,6 +111,19 @@ class TestDownload:
             assert sorted(archive.namelist()) == [f"{ID}/{name}" for name in names]
             assert archive.read(f"{ID}/user_audio/000.wav") == bytes(range(100))
 
+    async def test_one_that_is_not_finished_is_a_409(self, client, folder):
+        """It was an almost empty file that looked like all there is."""
+        (folder / "recording.json").unlink()
+        Journal(folder).close()
+        async with client() as http:
+            early = await http.get(f"/api/sessions/{ID}/download")
+            (folder / "recording.json").write_text("{}")
+            finished = await http.get(f"/api/sessions/{ID}/download")
+
+        assert (early.status_code, early.json()["slug"]) == (409, "recording_unfinished")
+        assert "content-disposition" not in early.headers
+        assert finished.status_code == 200
+
     def test_it_is_made_in_little_memory(self, folder):
         with (folder / "frontend_replay.webm").open("wb") as file:
             file.truncate(200 * 2**20)
@@ -210,6 +223,32 @@ class TestComment:
 
         assert (response.status_code, response.json()["slug"]) == (422, "bad_message")
         assert kept.json() == {"comment": "earlier"}
+
+    @pytest.mark.parametrize("character", ["\0", "\x1b", "\x7f", "\x85", "\x1f"])
+    @pytest.mark.parametrize("text", ["a{}b", "a{}"])
+    async def test_a_control_character_is_refused_and_the_earlier_one_stays(
+        self, client, folder, text, character
+    ):
+        """An administrator's terminal would do what it says."""
+        url = f"/api/sessions/{ID}/comment"
+        (folder / "comment.txt").write_text("earlier")
+        async with client() as http:
+            response = await http.post(url, json={"comment": text.format(character)})
+            kept = await http.get(url)
+
+        assert (response.status_code, response.json()["slug"]) == (422, "bad_message")
+        assert f"U+{ord(character):04X}" in response.json()["detail"]
+        assert kept.json() == {"comment": "earlier"}
+
+    async def test_lines_tabs_and_marks_of_direction_may_be_in_it(self, client):
+        url = f"/api/sessions/{ID}/comment"
+        text = "a\r\n\tb \u200fשלום\u202c"
+        async with client() as http:
+            posted = await http.post(url, json={"comment": text})
+            kept = await http.get(url)
+
+        assert posted.status_code == 200
+        assert kept.json() == {"comment": text}
 
     async def test_a_character_of_two_halves_is_one(self, client, folder):
         url = f"/api/sessions/{ID}/comment"

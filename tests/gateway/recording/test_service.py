@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import signal
 
@@ -69,6 +70,34 @@ async def test_without_room_on_the_disk_no_recording_begins(start, monkeypatch, 
         return recordings.recorder.begin("adx_1", "audio_duplex", 0, {})
 
     await until(lambda: begin() is None)
+    await recordings.stop()
+
+
+def test_room_is_looked_for_as_often_as_the_documents_say():
+    assert service.LOOK_EVERY_S <= 1
+
+
+async def test_a_write_that_finds_the_disk_full_promises_no_more_until_there_is_room(
+    start, monkeypatch, until
+):
+    """Ids of recordings were given out that never existed, until the next look."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(service, "LOOK_EVERY_S", 0.2)
+    recordings = start()
+
+    def begin():
+        return recordings.recorder.begin("adx_1", "audio_duplex", 0, {})
+
+    await asyncio.sleep(0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(recordings.store, "create", refuse)
+        assert begin() is not None
+        await until(lambda: recordings.writer.n_stopped["disk"] == 1)
+        assert begin() is None
+    await until(lambda: begin() is not None)
     await recordings.stop()
 
 

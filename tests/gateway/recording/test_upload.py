@@ -93,6 +93,55 @@ async def test_what_is_not_of_its_type_is_refused_and_keeps_the_earlier_one(
     assert [path.name for path in folder.glob(".*")] == []
 
 
+def film(path, n_pictures):
+    """The bytes of a WebM file of pictures, 25 in a second, and no sound."""
+    with av.open(str(path), "w", format="webm") as file:
+        stream = file.add_stream("libvpx", rate=25, width=32, height=32)
+        for i in range(n_pictures):
+            frame = av.VideoFrame(32, 32, "yuv420p")
+            frame.pts = i
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    return path.read_bytes()
+
+
+async def test_a_sound_that_ends_at_once_is_refused_and_keeps_the_earlier_one(
+    client, folder, recorded
+):
+    """A file that was cut behind its header took the place of a good one."""
+    whole = recorded["wav"]
+    (folder / "frontend_replay.wav").write_bytes(whole)
+    n_samples = 9600
+    cut = {n: whole[: len(whole) - 2 * (n_samples - n)] for n in (0, 8, 4799)}
+    async with client() as http:
+        answers = {n: await http.post(UPLOAD, **form(cut[n], "audio/wav")) for n in cut}
+        enough = await http.post(UPLOAD, **form(whole[: len(whole) - 9600], "audio/wav"))
+
+    told = {n: (a.status_code, a.json()["slug"]) for n, a in answers.items()}
+    assert told == dict.fromkeys(cut, (400, "bad_recording_file"))
+    assert "0.2 ms" in answers[8].json()["detail"]
+    assert "100 ms" in answers[8].json()["detail"]
+    assert enough.status_code == 200
+
+
+async def test_pictures_without_sound_are_taken_by_their_length(client, folder, tmp_path):
+    async with client() as http:
+        short = await http.post(UPLOAD, **form(film(tmp_path / "a.webm", 1)))
+        long = await http.post(UPLOAD, **form(film(tmp_path / "b.webm", 5)))
+
+    assert (short.status_code, short.json()["slug"]) == (400, "bad_recording_file")
+    assert long.status_code == 200
+
+
+async def test_a_file_is_looked_into_only_so_far(client, folder, recorded, monkeypatch):
+    """Millions of packets without any length would keep a processor for minutes."""
+    monkeypatch.setattr(upload, "MAX_PACKETS", 1)
+    async with client() as http:
+        response = await http.post(UPLOAD, **form(recorded["webm"]))
+
+    assert (response.status_code, response.json()["slug"]) == (400, "bad_recording_file")
+
+
 async def test_the_file_is_looked_at_off_the_event_loop(client, folder, recorded, monkeypatch):
     threads = []
     look_at = upload._look_at
