@@ -176,7 +176,7 @@ class Stage:
 
     async def neighbour_is_well(self) -> None:
         await self.neighbour.chunk(audio_base64=f32(*[0.0] * 160))
-        said = await self.neighbour.hear(2)
+        said = await self.neighbour.hear(BOUND_S / 2)
         assert said["type"] == "result", said
 
     async def is_clean(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import re
 import struct
 import threading
@@ -44,10 +43,6 @@ INLINE_AUDIO_BYTES = 256 * 1024
 """Four seconds: checking that much takes less time than handing it to another thread."""
 
 FRAME_FORMATS = ("JPEG", "PNG")
-
-FILES_NICENESS = 10
-"""Of the thread that decodes films. On two busy cores the ops of live sessions, of 3 ms, took up to
-90 and 167 ms (p99) beside a film in 1080p; with this 41 and 83 ms, 24 and 30 ms without a film."""
 
 _UNREADABLE = (
     OSError,
@@ -180,10 +175,10 @@ class MediaDecoder:
     def __init__(self, n_sessions: int, n_threads: int = 2) -> None:
         self.budget = MediaBudget(n_sessions)
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="omni-media")
-        # A film takes seconds: what live sessions show must not wait behind it.
-        self._background = ThreadPoolExecutor(
-            1, thread_name_prefix="omni-files", initializer=_stand_back
-        )
+        # A film takes seconds: what live sessions show must not wait behind it. The thread has no
+        # lower priority: with other processes busy, the interpreter's lock would be held by the one
+        # thread that gets no processor, and the whole worker would stand still.
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="omni-files")
 
     def session(self) -> SessionMedia:
         return SessionMedia(MediaAccount(self.budget), self._pool, self._background)
@@ -191,13 +186,6 @@ class MediaDecoder:
     def close(self) -> None:
         for pool in (self._pool, self._background):
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _stand_back() -> None:
-    """Let every other thread have the processor first."""
-    niceness = os.getpriority(os.PRIO_PROCESS, 0) + FILES_NICENESS
-    # Linux has priorities for threads, and FFmpeg's own threads inherit this one.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 class SessionMedia:

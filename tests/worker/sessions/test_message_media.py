@@ -152,17 +152,17 @@ async def test_an_empty_system_message_is_allowed(decoder):
     assert await read_system(decoder.session(), []) == ()
 
 
-async def test_films_are_decoded_with_less_priority_than_what_is_live(decoder):
-    """Beside a film, ops of live sessions took seven times as long where processors are short."""
+async def test_no_thread_that_decodes_has_less_priority_than_the_others(decoder):
+    """One with less got no processor while others were busy, and held the interpreter's lock: the
+    whole worker stood still for seconds."""
 
-    def niceness(account):
+    def niceness(_account):
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     media = decoder.session()
-    film, picture = [await media.request(1, niceness, takes_long=long) for long in (True, False)]
+    found = [await media.request(1, niceness, takes_long=long) for long in (True, False)]
 
-    assert picture == os.getpriority(os.PRIO_PROCESS, 0)
-    assert film == min(19, picture + 10)
+    assert found == [os.getpriority(os.PRIO_PROCESS, 0)] * 2
 
 
 async def test_pictures_of_a_live_session_do_not_wait_for_a_film(decoder, monkeypatch):
