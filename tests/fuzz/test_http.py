@@ -22,6 +22,8 @@ from shared.config import Config
 from tests.fakes.gateway import Running, run_gateway
 from tests.fakes.scripted_worker import ScriptedWorker
 
+pytestmark = pytest.mark.timeout(300)  # hundreds of sessions, beside busy processes too
+
 TIMEOUT_S = 5.0
 BOUNDED = settings(
     max_examples=40,

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed
@@ -27,6 +28,8 @@ from tests.fakes.fuzzed import (
     hear_all,
 )
 from tests.fakes.gateway import wait_until
+
+pytestmark = pytest.mark.timeout(300)  # hundreds of sessions, beside busy processes too
 
 # ---- what clients say
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -35,6 +36,8 @@ from tests.fakes.fuzzed import (
     hear_all,
     odd,
 )
+
+pytestmark = pytest.mark.timeout(300)  # hundreds of sessions, beside busy processes too
 
 LOUD_TURN = f32(*[0.9] * 16_000, *[0.0] * 16_000)
 """What the scripted worker and the fake model take for a turn."""

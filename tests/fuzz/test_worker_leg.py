@@ -41,6 +41,8 @@ from tests.fakes.gateway import wait_until
 from tests.fakes.model import UNIT_SAMPLES
 from tests.fakes.worker import FakeWorker, Peer
 
+pytestmark = pytest.mark.timeout(300)  # hundreds of sessions, beside busy processes too
+
 BOUND_S = 10.0
 NUMBERS = st.floats() | st.integers(-(2**63), 2**64 - 1)
 AUDIO = st.one_of(
