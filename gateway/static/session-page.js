@@ -111,14 +111,16 @@ class Viewer {
     line.className = piece.who;
     const button = document.createElement("button");
     button.type = "button";
-    button.append(
+    const parts = [
       element("span", "when", this.model.isDuplex ? clock(piece.at) : String(Math.floor(index / 2) + 1)),
       element("span", "who", t(`session.${piece.who}`)),
       element("span", "text", [piece.heard && `${t("session.heard")}: ${piece.heard}`, piece.text].filter(Boolean).join(" ")),
-    );
-    if (piece.mark) button.append(element("span", "mark", t(`session.${piece.mark}`)));
-    if (piece.error) button.append(element("span", "mark failed", why(piece.error)));
-    if (piece.timing !== null) button.append(element("small", "", `${Math.round(piece.timing)} ms`));
+    ];
+    if (piece.mark) parts.push(element("span", "mark", t(`session.${piece.mark}`)));
+    if (piece.error) parts.push(element("span", "mark failed", why(piece.error)));
+    if (piece.timing !== null) parts.push(element("small", "", `${Math.round(piece.timing)} ms`));
+    // Words stay apart for who copies or hears them, however they are laid out.
+    button.append(...parts.flatMap((part) => [part, " "]));
     button.addEventListener("click", () => this.playFrom(piece.at));
     line.append(button);
     if (!this.model.isDuplex) line.append(...attachments(piece));

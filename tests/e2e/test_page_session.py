@@ -181,9 +181,7 @@ def opened(browser: Browser, address: str) -> Iterator[Visit]:
 
 
 def pieces(page: Page) -> list[str]:
-    items = page.locator("#pieces li")
-    items.first.wait_for()  # what is not laid out yet has no spaces between its parts
-    return [" ".join(text.split()) for text in items.all_inner_texts()]
+    return [" ".join(text.split()) for text in page.locator("#pieces li").all_text_contents()]
 
 
 def clips(answers: Answers) -> list[str]:

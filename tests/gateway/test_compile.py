@@ -43,15 +43,15 @@ async def test_a_dead_worker_is_named_and_hides_no_other(serve):
 
 
 async def test_slow_workers_are_waited_for_at_the_same_time_and_not_for_long(serve, monkeypatch):
-    monkeypatch.setattr(pool, "POLL_TIMEOUT_S", 0.4)
-    workers = [ScriptedWorker(script=Script(compile_delay_s=2.0)) for _ in range(3)]
+    monkeypatch.setattr(pool, "POLL_TIMEOUT_S", 1.0)
+    workers = [ScriptedWorker(script=Script(compile_delay_s=5.0)) for _ in range(3)]
     async with workers[0], workers[1], workers[2], serve(workers) as running:
         began_at = time.monotonic()
         rows = (await ask(running)).json()["workers"]
         took_s = time.monotonic() - began_at
 
-    assert [row["error"] for row in rows] == ["no answer within 0.4 s"] * 3
-    assert took_s < 1.1
+    assert [row["error"] for row in rows] == ["no answer within 1 s"] * 3
+    assert took_s < 2.8
 
 
 async def test_an_answer_that_is_no_status_is_not_handed_on(serve):
