@@ -310,11 +310,7 @@ def _refusal(url: str, status: int) -> str:
     if status == 401:
         return f"{url} asks for an API key (or knows no such key)"
     if status == 403:
-        # A gateway also answers so where it has no socket at all.
-        return (
-            f"{url} refuses the session (HTTP 403): because of the API key, the origin or a "
-            "disabled mode, or because the address is no session endpoint"
-        )
+        return f"{url} refuses the session (HTTP 403): API key, origin or a disabled mode"
     if status == 404:
         return f"{url} is no session endpoint (HTTP 404)"
     return f"{url} refuses the session (HTTP {status})"

@@ -7,6 +7,7 @@ import re
 import secrets
 
 from fastapi import APIRouter, WebSocket
+from fastapi.responses import JSONResponse
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.websockets import WebSocketDisconnect
 
@@ -61,6 +62,13 @@ async def half_duplex(socket: WebSocket, session_id: str) -> None:
 @router.websocket("/ws/chat")
 async def chat(socket: WebSocket) -> None:
     await _serve(socket, chat_opening(), G0Chat(), "turnbased")
+
+
+@router.websocket("/{path:any_text}")
+async def no_socket(socket: WebSocket) -> None:
+    """No route has taken it. The framework would answer with 403, as if a key were wrong."""
+    answer = JSONResponse({"detail": "There is no socket here", "slug": "not_found"}, 404)
+    await socket.send_denial_response(answer)
 
 
 def chat_opening() -> Open:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from websockets.http11 import Request, Response
 from websockets.sync.server import ServerConnection, serve
 
 from client.chat import ChatClient
@@ -156,22 +155,3 @@ def test_the_endpoint_is_completed_below_a_base_address(url: str, expected: str)
 def test_an_address_without_host_or_scheme_is_refused(url: str) -> None:
     with pytest.raises(SessionError, match="no server address"):
         endpoint(url, "/ws/duplex/omni_1")
-
-
-async def test_a_refusal_with_403_names_the_address_too() -> None:
-    """It is also what a gateway answers on a path without a socket."""
-
-    def refuse(connection: ServerConnection, _: Request) -> Response:
-        return connection.respond(403, "")
-
-    def session(_: ServerConnection) -> None:
-        raise AssertionError("the handshake was refused")
-
-    with serve(session, "127.0.0.1", 0, process_request=refuse) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
-        with pytest.raises(SessionError, match=r"HTTP 403.* API key.*no session endpoint"):
-            await DuplexClient(url).__aenter__()
-        server.shutdown()
-        thread.join(timeout=10)

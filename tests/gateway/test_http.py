@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import httpx
 import pytest
+from websockets.exceptions import InvalidStatus
 
+from client.duplex import DuplexClient
+from client.events import SessionError
 from gateway import pool
 from shared.config import Config
 from tests.fakes.scripted_worker import Script, ScriptedWorker
@@ -182,6 +186,19 @@ async def test_an_unknown_route_has_the_one_error_shape(serve):
 
         assert answer.status_code == 404
         assert answer.json() == {"detail": "Not Found", "slug": "not_found"}
+
+
+@pytest.mark.parametrize("path", ["/", "/ws/duplx/omni_1", "/ws/chat/", "/static/x", "/health"])
+async def test_a_socket_that_is_not_there_is_unknown_and_not_forbidden(serve, path):
+    async with serve([], ready=False) as running:
+        with pytest.raises(InvalidStatus) as refused:
+            await running.dial_path(path)
+        url = f"ws://127.0.0.1:{running.port}/ws/duplx/x"
+        with pytest.raises(SessionError, match=r"is no session endpoint \(HTTP 404\)"):
+            await DuplexClient(url).__aenter__()
+
+    answer = refused.value.response
+    assert (answer.status_code, json.loads(answer.body)["slug"]) == (404, "not_found")
 
 
 async def test_an_unexpected_failure_tells_no_internals(serve, monkeypatch):

@@ -147,7 +147,7 @@ async def test_the_status_is_answered_while_the_worker_loads(worker_of):
     health = await worker.health()
     gate.set()
 
-    assert took_s < 0.5
+    assert took_s < 2.5
     assert (status.state, status.graphs) == ("cold", 0)
     assert list(status.stage_seconds) == ["load_model", "init_unified"]
     assert (health.compile.state, health.compile.degraded) == ("cold", False)
