@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed
 
@@ -64,6 +64,7 @@ GENERATION = st.builds(
     temperature=st.none() | st.floats(),
 )
 HELLO = [ChatMessage("user", [TextPart("hello")])]
+SPOKEN = [ChatMessage("user", [AudioPart(struct.pack("<f", 1.0) * UNIT_SAMPLES)])]
 MESSAGES = st.lists(st.builds(ChatMessage, st.sampled_from(["user", "system"]), PARTS), max_size=2)
 ASK = st.one_of(
     st.builds(Ask, MESSAGES),
@@ -141,6 +142,8 @@ class Stage:
         host = self.worker.lifecycle.host
         assert host is not None
         await wait_until(lambda: host.slots.n_free == len(host.slots) - 1, BOUND_S)
+        # The fake remembers what it was asked, with its sound.
+        self.worker.model.states.clear()
         await wait_until(lambda: host.media.budget.total == 0, BOUND_S)
         self.n_tasks = self.n_tasks or len(asyncio.all_tasks())
         await wait_until(lambda: len(asyncio.all_tasks()) <= self.n_tasks, BOUND_S)
@@ -172,6 +175,8 @@ async def play(stage: Stage, frames: list[bytes | str], ending: str) -> None:
         if ending == "stop":
             await peer.send(Stop())
             await asyncio.wait_for(hearing, BOUND_S)
+        elif ending == "answered":
+            await asyncio.wait_for(hearing, BOUND_S)
         elif ending == "reset":
             peer.socket.transport.abort()
         await peer.socket.close()
@@ -200,6 +205,7 @@ def check(heard: list[Event], ending: str) -> None:
     SESSIONS,
     st.sampled_from(["stop", "close", "reset"]),
 )
+@example([encode(Open("fuzz", "chat", "chat")), encode(Ask(SPOKEN))], "answered")
 def test_no_frame_hurts_the_worker_or_a_neighbour(runner, stage, frames, ending):
 
     async def example() -> None:
