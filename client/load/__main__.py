@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from client.connection import endpoint
+from client.events import SessionError
 from client.journal import NO_SAMPLES
 from client.load.figures import client_figures, report, table
 from client.load.plan import MODES, Mode, Plan, Track
@@ -146,7 +148,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         default: Mode = "omni" if arguments.video else "audio"
         arguments.sessions = sessions_of(arguments.mode, arguments.sessions, default)
-    except ValueError as error:
+        endpoint(arguments.url, "/")
+    except (ValueError, SessionError) as error:
         parser.error(str(error))
     if "omni" in arguments.sessions and not arguments.video:
         parser.error("--mode omni sends pictures: name a file with --video")

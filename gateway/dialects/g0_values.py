@@ -49,6 +49,9 @@ def json_object(frame: str | bytes | bytearray) -> dict[str, Any]:
         # JavaScript and Python write half an emoji (a text cut in the middle) as valid JSON.
         if error.msg.endswith("surrogate in string"):
             raise BadMessage("a text holds half of a surrogate pair") from error
+        if not frame or "UTF-8" in error.msg:
+            # The socket hands over an empty text in place of one that cannot be decoded.
+            raise NotJson("not JSON: the text is empty or not valid UTF-8") from error
         raise NotJson(f"not JSON: {error.msg} at character {error.pos}") from error
     if not isinstance(body, dict):
         raise BadMessage(f"expected a JSON object, got {shown(body)}")

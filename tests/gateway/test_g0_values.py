@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.dialects.g0_values import MAX_MARKS, json_object, section, shown, word_of
-from shared.errors import BadMessage
+from shared.errors import BadMessage, NotJson
 from shared.limits import MAX_CHAT_CHARS
 
 MANY = '{"messages": [' + "[]," * MAX_MARKS + "[]]}"
@@ -41,6 +41,13 @@ def test_an_error_names_what_came_in_the_words_of_json(word):
     assert word_of(value) == word
     with pytest.raises(BadMessage, match=f"got {word}$"):
         json_object(word)
+
+
+@pytest.mark.parametrize("frame", ["", b"", b'{"text": "caf\xe9"}', '{"text": "\udce9"}'])
+def test_a_text_that_cannot_be_decoded_is_said_to_be_so(frame):
+    """It was called empty, or wrong at its first character."""
+    with pytest.raises(NotJson, match=r"^not JSON: the text is empty or not valid UTF-8$"):
+        json_object(frame)
 
 
 def test_a_number_of_any_size_is_named():

@@ -190,6 +190,8 @@ def test_a_missing_file_is_a_wrong_command_line(capsys: pytest.CaptureFixture[st
     "options",
     [
         ["--sessions", "0"],
+        ["--url", "ftp://host"],
+        ["--url", "127.0.0.1:8006"],
         ["--chunk-s", "99"],
         ["--seconds", "-1"],
         ["--json", "no_such_folder/out.json"],

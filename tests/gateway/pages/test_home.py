@@ -188,3 +188,18 @@ def test_the_language_is_the_browsers_unless_the_service_or_the_user_says_anothe
         of_address = title(opened)
 
     assert (of_browser, of_service, of_user, of_address) == ("应用", "应用", "Apps", "应用")
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_without_the_internet_the_schema_of_the_routes_can_still_be_found(
+    browser: Browser, tmp_path: Path, path: str
+) -> None:
+    """What draws them comes from elsewhere: they were white and empty."""
+    with gateway_alone(tmp_path) as address, browser.new_context() as context:
+        context.route(re.compile(r"https://"), lambda route: route.abort())
+        page = context.new_page()
+        page.goto(f"{address}{path}")
+
+        page.get_by_role("link", name="The schema itself").click()
+
+        assert '"/api/chat"' in page.inner_text("body")

@@ -196,12 +196,12 @@ def test_what_cannot_be_honoured_is_named():
 
     assert value.ignored == (
         "enable_thinking",
-        "is_omni",
         "length_penalty",
         "max_slice_nums",
+        "omni_mode",
+        "ref_audio_data",
         "use_image_id",
         "use_tts_template",
-        "voice",
     )
 
 

@@ -109,12 +109,12 @@ def _check_length(model: CascadeModel, question: ChatQuestion, n_tokens: int) ->
 
 
 def _ignored(question: ChatQuestion) -> set[str]:
-    """Name what was asked for and has no meaning here."""
+    """Name what was asked for and has no meaning here, as clients name it."""
     has_said = {
-        "voice": question.voice.size > 0,
+        "ref_audio_data": question.voice.size > 0,
         "max_slice_nums": question.max_slice_nums is not None,
         "use_image_id": question.use_image_id is not None,
-        "is_omni": question.is_omni,
+        "omni_mode": question.is_omni,
         "enable_thinking": question.enable_thinking,
         "use_tts_template": question.use_tts_template,
     }
