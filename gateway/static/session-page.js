@@ -76,14 +76,14 @@ class Viewer {
     if (replay || video) {
       this.playback.media.addEventListener("loadedmetadata", () => {
         this.model.length = Math.max(this.model.length, this.playback.media.duration);
-        this.draw();
+        this.drawTimeline();
       });
     }
     if (replay) {
       // A picture only: the recording can be heard without it.
       peaksOf(urlOf(replay)).then((peaks) => {
         this.peaks = peaks;
-        this.draw();
+        this.drawTimeline();
       }, () => {});
     }
     this.draw();
@@ -93,9 +93,14 @@ class Viewer {
 
   draw() {
     this.captions = captionsOf(this.model.pieces);
+    this.showPieces();
+    this.drawTimeline();
+  }
+
+  // Alone when more is known of the replay: lines that are made anew lose the keyboard's focus.
+  drawTimeline() {
     this.timeline.show(this.model);
     if (this.peaks) this.timeline.showPeaks(this.peaks);
-    this.showPieces();
     this.follow();
   }
 

@@ -261,6 +261,16 @@ def test_a_line_is_played_from_its_moment_with_its_caption(opened: Visit) -> Non
     assert page.locator("#pieces button[aria-current]").count() == 1
 
 
+def test_a_line_keeps_the_focus_when_more_is_known_of_the_replay(opened: Visit) -> None:
+    """All lines were made anew, and whoever had tabbed to one was back at the top."""
+    line = opened.page.locator("#pieces button").nth(2)
+    line.focus()
+
+    opened.page.locator("#media video").dispatch_event("loadedmetadata")
+
+    expect(line).to_be_focused()
+
+
 def test_pointing_at_the_timeline_jumps(opened: Visit) -> None:
     page = opened.page
     # Drawn anew when the length of the replay and then the looks of its sound are known.
