@@ -40,7 +40,6 @@ WRITE_TIMEOUT_S = 60.0
 CLOSE_GRACE_S = 5.0
 """For a closing handshake and for unsent bytes; then the connection is cut."""
 
-
 LONG_HEAD = f"The request's head is longer than {MAX_REQUEST_HEAD_BYTES // 1024} KiB"
 
 

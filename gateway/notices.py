@@ -28,7 +28,8 @@ HEADERS = {
 
 def is_wanted(connection: HTTPConnection) -> bool:
     """Whether an answer to this request is read by a person."""
-    is_read_only = connection.scope["method"] in ("GET", "HEAD")
+    # A socket's upgrade has no method, and no reader.
+    is_read_only = connection.scope.get("method") in ("GET", "HEAD")
     return is_read_only and prefers_html(connection.headers.get("accept", ""))
 
 

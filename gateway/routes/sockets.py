@@ -7,7 +7,6 @@ import re
 import secrets
 
 from fastapi import APIRouter, WebSocket
-from fastapi.responses import JSONResponse
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.websockets import WebSocketDisconnect
 
@@ -16,6 +15,7 @@ from gateway.dialects.contract import Dialect
 from gateway.dialects.g0_chat import G0Chat
 from gateway.dialects.g0_duplex import G0Duplex
 from gateway.dialects.g0_half_duplex import G0HalfDuplex
+from gateway.faults import Fault
 from gateway.relay import Relay
 from shared.errors import BadSessionId, OmniError, ServerShutdown
 from shared.limits import MAX_SESSION_ID_CHARS
@@ -67,8 +67,8 @@ async def chat(socket: WebSocket) -> None:
 @router.websocket("/{path:any_text}")
 async def no_socket(socket: WebSocket) -> None:
     """No route has taken it. The framework would answer with 403, as if a key were wrong."""
-    answer = JSONResponse({"detail": "There is no socket here", "slug": "not_found"}, 404)
-    await socket.send_denial_response(answer)
+    fault = Fault("not_found", "There is no socket here", None, 404)
+    await socket.send_denial_response(gateway_of(socket).desk.reply(fault, socket))
 
 
 def chat_opening() -> Open:

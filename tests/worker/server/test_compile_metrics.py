@@ -131,6 +131,7 @@ async def test_a_call_that_fits_no_graph_is_served_eagerly_and_counted(worker_of
     assert "size mismatch" in status.fallback_reasons["fake.layer"]
 
 
+@pytest.mark.realtime
 async def test_the_status_is_answered_while_the_worker_loads(worker_of):
     gate, inside = threading.Event(), threading.Event()
 
@@ -147,7 +148,7 @@ async def test_the_status_is_answered_while_the_worker_loads(worker_of):
     health = await worker.health()
     gate.set()
 
-    assert took_s < 2.5
+    assert took_s < 0.5
     assert (status.state, status.graphs) == ("cold", 0)
     assert list(status.stage_seconds) == ["load_model", "init_unified"]
     assert (health.compile.state, health.compile.degraded) == ("cold", False)
