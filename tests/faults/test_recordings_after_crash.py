@@ -135,6 +135,12 @@ def metric(front: Process, name: str) -> int:
     return int(found.group(1)) if found else 0
 
 
+def has_begun(sessions: Path) -> bool:
+    """Whether a record of what was said has come to the disk."""
+    sizes = [log.stat().st_size for log in sessions.glob(f"*/{journal.NAME}")]
+    return any(size > len(journal.MAGIC) for size in sizes)
+
+
 @pytest.mark.parametrize("n_before", [0, 2])
 async def test_a_full_disk_ends_the_recording_and_not_the_session(
     tmp_path: Path, n_before: int
@@ -150,6 +156,11 @@ async def test_a_full_disk_ends_the_recording_and_not_the_session(
                     front.fill_its_disk()
                 await caller.prepare()
                 await caller.exchange(n_before)
+                if n_before:
+                    # The thread that writes is behind the session by what the disk takes.
+                    await asyncio.to_thread(
+                        wait_until, lambda: has_begun(sessions), "the recording has begun", front
+                    )
                 front.fill_its_disk()
                 await caller.exchange(5)
                 await asyncio.to_thread(
