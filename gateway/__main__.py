@@ -11,10 +11,10 @@ from pathlib import Path
 
 from gateway.app import STATIC_DIR, create_app
 from gateway.pool import Address
-from gateway.security import warnings_of
 from gateway.server import allow_open_files, build_server
 from shared import logs
-from shared.config import Config, is_loopback, load_config
+from shared.cautions import cautions
+from shared.config import Config, load_config
 from shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for notice in loaded.notices:
         log.warning("configuration notice: %s", notice)
     service = loaded.config.service
-    if not loaded.config.security.api_keys and not is_loopback(service.bind):
-        log.warning("open to the network without an API key bind=%s", service.bind)
-    for warning in warnings_of(loaded.config):
-        log.warning("configuration warning: %s", warning)
+    for caution in cautions(loaded.config, service.bind):
+        log.warning("configuration warning: %s", caution)
     allow_open_files()
     app = create_app(
         loaded.config, workers, static_dir=arguments.static_dir, default_lang=arguments.lang

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,16 +13,11 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.faults import FaultDesk
-from shared.config import Config, SecurityConfig, is_loopback
+from shared.cautions import COOKIE_SAFE
+from shared.config import SecurityConfig, is_loopback
 from shared.errors import Forbidden, ForbiddenOrigin, OmniError, TooManySessions, Unauthorized
 
 COOKIE = "omni_api_key"
-COOKIE_SAFE = re.compile(r"[!#-+\--:<-\[\]-~]+")
-"""Characters that a cookie's value may have; a key with others is not kept by a page."""
-
-BEARER_SAFE = re.compile(r"[!-~]+( +[!-~]+)*")
-"""What comes unchanged out of an Authorization header, whatever client has written it."""
-
 QUERY_NAMES = ("api_key", "token")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -158,30 +152,6 @@ def network_of(address: str) -> str:
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
     return str(ipaddress.IPv6Network((parsed, CLIENT_PREFIX_BITS), strict=False))
-
-
-def warnings_of(config: Config) -> list[str]:
-    """Return a sentence for each key that not every client can send, and for each setting that
-    is dangerous where the service listens."""
-    security = config.security
-    warnings = []
-    for setting, keys in (("api_keys", security.api_keys), ("admin_keys", security.admin_keys)):
-        for number, key in enumerate(keys, 1):
-            if not COOKIE_SAFE.fullmatch(key):
-                ways = "cookie" if BEARER_SAFE.fullmatch(key) else "cookie or Authorization header"
-                # Never the key itself: logs are read by more people than it.
-                warnings.append(
-                    f"security.{setting}: key {number} holds characters that no {ways} carries: "
-                    "no page can be used with it; take printable ASCII without blanks, quotes, "
-                    "commas, semicolons and backslashes"
-                )
-    # No default number: behind a proxy on another machine all clients have one address.
-    if not is_loopback(config.service.bind) and not security.max_sessions_per_client:
-        warnings.append(
-            f"service.bind is {config.service.bind} and security.max_sessions_per_client is 0: one "
-            "client can take every slot and fill the queue"
-        )
-    return warnings
 
 
 def given_keys(connection: HTTPConnection) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ from scripts.supervisor import (
     n_workers_ready,
     read_progress,
 )
+from shared.cautions import cautions
 from shared.config import Config, LoadedConfig, is_loopback, load_config
 from shared.errors import ConfigError
 
@@ -278,6 +279,8 @@ def start(
     say = background.say if background else _say
     for notice in loaded.notices:
         say(f"note: {notice}")
+    for caution in cautions(loaded.config, plan.host):
+        say(f"warning: {caution}")
     commands = commands_of(plan)
     health_urls = {command.name: command.health_url for command in commands}
     status = EXIT_FAILED

@@ -15,7 +15,7 @@ import pytest
 from gateway import client_socket, connection, context, inbox, requests, server
 from gateway.app import create_app
 from gateway.connection import HttpConnection, IdleConnections
-from gateway.security import network_of, warnings_of
+from gateway.security import network_of
 from gateway.server import build_server
 from shared.config import Config
 from tests.fakes.gateway import quiet
@@ -563,36 +563,3 @@ class TestOneAnswerEach:
 def test_an_ipv6_client_is_its_network(one, other, same):
     """One machine has 2^64 addresses of its own."""
     assert (network_of(one) == network_of(other)) == same
-
-
-@pytest.mark.parametrize(
-    ("bind", "limit", "n_warnings"), [("127.0.0.1", 0, 0), ("0.0.0.0", 0, 1), ("0.0.0.0", 8, 0)]
-)
-def test_a_public_service_without_a_limit_per_client_is_warned_of(bind, limit, n_warnings):
-    config = Config.model_validate(
-        {"service": {"bind": bind}, "security": {"max_sessions_per_client": limit}}
-    )
-
-    assert len(warnings_of(config)) == n_warnings
-
-
-@pytest.mark.parametrize("setting", ["api_keys", "admin_keys"])
-@pytest.mark.parametrize(
-    ("key", "is_for_headers"),
-    [
-        *((key, True) for key in ("a;b", "a,b", 'a"b', "a\\b", "a b")),
-        *(
-            (key, False)
-            for key in ("schlüssel", "密钥", "a\tb", "a\nb", "a\x7fb", " edge", "edge ")
-        ),
-    ],
-)
-def test_a_key_that_no_page_can_use_is_warned_of_without_being_shown(setting, key, is_for_headers):
-    config = Config.model_validate({"security": {setting: ["0-Aa!#~", key]}})
-
-    (warning,) = warnings_of(config)
-
-    assert warning.startswith(f"security.{setting}: key 2 ")
-    assert key not in warning
-    assert "\n" not in warning
-    assert ("Authorization" in warning) != is_for_headers

@@ -231,6 +231,19 @@ def test_stop_leaves_a_stranger_with_the_pid_of_a_stale_file_alone(launch: Launc
     assert is_unharmed
 
 
+def test_what_a_gateway_would_warn_of_is_said_where_it_is_started(launch: Launch) -> None:
+    config = json.loads(launch.config.read_text())
+    config["security"] = {"api_keys": ["two words"]}
+    launch.config.write_text(json.dumps(config))
+
+    process = launch.start()
+    assert process.stdout is not None
+    said = next(line for line in process.stdout if line.startswith("warning: "))
+
+    assert "security.api_keys: key 1 " in said
+    assert "two words" not in said
+
+
 def test_a_wrong_configuration_is_explained_and_exits_with_2(launch: Launch) -> None:
     launch.config.write_text('{"service": {"gateway_prt": 1}}')
 
