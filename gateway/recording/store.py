@@ -104,7 +104,9 @@ class Store:
         making = self.root / f"{MAKING}{recording_id}"
         making.mkdir(mode=0o700)
         try:
-            write_json(making / META, meta)
+            # Not forced to the disk: the log is not either, and live sessions wait for this thread.
+            with open(making / META, "xb", opener=_private) as file:
+                file.write(_json(meta))
             fill(making)
             return making.rename(self.root / recording_id)
         except (OSError, TypeError, ValueError):
@@ -317,7 +319,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, body: Mapping[str, Any]) -> None:
     """Replace a file in one step, and not before its content is on the disk. Raises OSError."""
-    write_atomically(path, json.dumps(body, ensure_ascii=False, indent=1).encode(errors="replace"))
+    write_atomically(path, _json(body))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -332,6 +334,10 @@ def write_atomically(path: Path, content: bytes) -> None:
     finally:
         # Whatever it was; a signal may end a process here.
         part.unlink(missing_ok=True)
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, indent=1).encode(errors="replace")
 
 
 def _private(path: str, flags: int) -> int:

@@ -20,6 +20,7 @@ from client.duplex import Closed, DuplexClient, ErrorEvent, Result
 from client.media import read_audio
 from tests.bench.bench_conversation import Track, converse
 from tests.e2e.conftest import ROOT, RunningService
+from tests.fakes.patience import PATIENCE_S
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -93,7 +94,7 @@ def test_small_chunks_get_one_result_each_and_the_same_answer(running_service):
             for index, piece in enumerate(pieces):
                 await asyncio.sleep(max(0.0, begun + index * 0.2 - time.monotonic()))
                 await session.send_audio(piece)
-            await asyncio.wait_for(reader, 10)
+            await asyncio.wait_for(reader, PATIENCE_S)
         return results
 
     results = asyncio.run(stream())
@@ -135,9 +136,9 @@ def test_a_third_session_waits_for_a_free_slot(running_service):
                 await session.prepare()
             waiting = await stack.enter_async_context(DuplexClient(url))
             ready = asyncio.create_task(waiting.prepare(on_wait=on_wait))
-            await asyncio.wait_for(waits.wait(), 5)
+            await asyncio.wait_for(waits.wait(), PATIENCE_S)
             await session.stop()
-            await asyncio.wait_for(ready, 10)
+            await asyncio.wait_for(ready, PATIENCE_S)
             order.append("ready")
         return order
 

@@ -14,6 +14,7 @@ from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Browser, ConsoleMessage, Page, ViewportSize, sync_playwright
 
 from shared.audio import read_wav, write_wav
+from tests.fakes.patience import PATIENCE_S
 
 CHROMIUM = which("chromium")
 DESKTOP: ViewportSize = {"width": 1280, "height": 860}
@@ -87,7 +88,7 @@ class Visit:
         until then."""
         self.page.wait_for_selector("[data-language-switch][lang]", state="attached")
 
-    def wait_for_state(self, *states: str, timeout_s: float = 15) -> None:
+    def wait_for_state(self, *states: str, timeout_s: float = PATIENCE_S) -> None:
         selector = ", ".join(f"body[data-state={state}]" for state in states)
         self.page.wait_for_selector(selector, timeout=1000 * timeout_s)
 
@@ -109,7 +110,7 @@ class Visit:
         page.set_viewport_size(before)
         return found
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Let the browser run until the condition holds."""
         for _ in range(round(timeout_s * 20)):
             if condition():

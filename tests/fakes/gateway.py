@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 from websockets.asyncio.client import ClientConnection, connect
 
 from gateway.app import create_app
@@ -18,6 +19,7 @@ from gateway.context import Gateway
 from gateway.pool import Address
 from gateway.server import GatewayServer, build_server
 from shared.config import Config
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.scripted_worker import ScriptedWorker
 
 SECOND = base64.b64encode(bytes(64_000)).decode()
@@ -25,7 +27,7 @@ READY_TIMEOUT_S = 30.0
 """Workers may be processes that have just been started, on a machine that is busy."""
 
 
-async def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     """Look at a condition that other tasks or threads make true; nothing announces it."""
     async with asyncio.timeout(timeout_s):
         while True:
@@ -45,6 +47,9 @@ class Running:
     @property
     def http(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.http, trust_env=False, timeout=PATIENCE_S, **options)
 
     def dial(self, session_id: str = "omni_test", **options: Any) -> connect:
         query = options.pop("query", "")
@@ -100,12 +105,12 @@ class Talker:
     async def chunk(self, **fields: Any) -> None:
         await self.say("audio_chunk", audio_base64=fields.pop("audio_base64", SECOND), **fields)
 
-    async def hear(self, timeout_s: float = 5.0) -> dict[str, Any]:
+    async def hear(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         async with asyncio.timeout(timeout_s):
             message: dict[str, Any] = json.loads(await self.socket.recv())
         return message
 
-    async def hear_kind(self, kind: str, timeout_s: float = 5.0) -> dict[str, Any]:
+    async def hear_kind(self, kind: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         async with asyncio.timeout(timeout_s):
             while True:
                 message = await self.hear(timeout_s)
@@ -116,7 +121,7 @@ class Talker:
         await self.say("prepare", **fields)
         return await self.hear_kind("prepared")
 
-    async def closed(self, timeout_s: float = 5.0) -> int | None:
+    async def closed(self, timeout_s: float = PATIENCE_S) -> int | None:
         """Wait for the socket's end; return its close code."""
         async with asyncio.timeout(timeout_s):
             await self.socket.wait_closed()

@@ -37,6 +37,7 @@ from shared.protocol import (
 )
 from shared.states import SessionState
 from tests.fakes.model import FakeDuplexModel
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.session import Client, Stage, eventually
 from worker.sessions.chat import ChatSession
 from worker.sessions.failures import WorkerStopping
@@ -336,5 +337,5 @@ async def puppet_on(
     finally:
         puppet.session.end("test over", WorkerStopping("test over"))
         turnstile.set()
-        await asyncio.wait_for(puppet.session.closed.wait(), 5)
+        await asyncio.wait_for(puppet.session.closed.wait(), PATIENCE_S)
         await stage.close()

@@ -13,6 +13,7 @@ from shared.audio import samples_to_f32
 from shared.errors import EngineFault
 from shared.protocol import Command, Event, Input, Prepare, Prepared, RequestType
 from tests.fakes.model import LANGUAGE, UNIT_SAMPLES, FakeDuplexModel, as_model
+from tests.fakes.patience import PATIENCE_S
 from worker.engine.engine import Engine
 from worker.engine.gpu_thread import LaneThreads
 from worker.engine.slots import SlotTable
@@ -36,7 +37,7 @@ def chunk(seq: int, samples: Any = SILENT, **fields: Any) -> Input:
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Give way to the other tasks until the condition holds. Raises TimeoutError."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - what tests wait for has no event
             await asyncio.sleep(0.001)
 
@@ -133,14 +134,14 @@ class Client:
 
     async def next(self, kind: type[E]) -> E:
         """The next event, which has to be of this kind."""
-        event = await asyncio.wait_for(self.events.get(), 5)
+        event = await asyncio.wait_for(self.events.get(), PATIENCE_S)
         assert isinstance(event, kind), f"expected {kind.__name__}, got {event}"
         return event
 
     async def until(self, kind: type[E]) -> E:
         """The next event of this kind; others are skipped."""
         while True:
-            event = await asyncio.wait_for(self.events.get(), 5)
+            event = await asyncio.wait_for(self.events.get(), PATIENCE_S)
             if isinstance(event, kind):
                 return event
 
@@ -150,7 +151,7 @@ class Client:
 
     async def code(self) -> int:
         """The close code, once the session has ended."""
-        return await asyncio.wait_for(asyncio.shield(self.task), 5)
+        return await asyncio.wait_for(asyncio.shield(self.task), PATIENCE_S)
 
     def rest(self) -> Sequence[Event]:
         return [self.events.get_nowait() for _ in range(self.events.qsize())]

@@ -25,6 +25,7 @@ from shared.protocol import (
 )
 from shared.states import WorkerState
 from tests.fakes.model import FakeDuplexModel, as_model
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.session import LOUD, SILENT, E, chunk, eventually
 from worker.compiling import Compiling
 from worker.lifecycle import Lifecycle, WorkerSettings
@@ -75,7 +76,7 @@ class FakeWorker:
 
     async def code(self) -> int:
         assert self.running is not None
-        return await asyncio.wait_for(asyncio.shield(self.running), 10)
+        return await asyncio.wait_for(asyncio.shield(self.running), PATIENCE_S)
 
     async def health(self) -> WorkerHealth:
         return msgspec.json.decode((await self.get("/health")).content, type=WorkerHealth)
@@ -109,7 +110,7 @@ class FakeWorker:
         await self.code()
         self._server.should_exit = True
         assert self._serving is not None
-        await asyncio.wait_for(self._serving, 10)
+        await asyncio.wait_for(self._serving, PATIENCE_S)
 
 
 class Peer:
@@ -123,7 +124,7 @@ class Peer:
             await self.socket.send(encode(command))
 
     async def next(self) -> Event:
-        frame = await asyncio.wait_for(self.socket.recv(), 5)
+        frame = await asyncio.wait_for(self.socket.recv(), PATIENCE_S)
         assert isinstance(frame, bytes)
         return decode_event(frame)
 
@@ -143,5 +144,5 @@ class Peer:
             return events
 
     async def close_code(self) -> int | None:
-        await asyncio.wait_for(self.socket.wait_closed(), 10)
+        await asyncio.wait_for(self.socket.wait_closed(), PATIENCE_S)
         return self.socket.close_code

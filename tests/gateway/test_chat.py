@@ -26,8 +26,8 @@ def slow() -> Script:
 
 
 async def ask(running: Any, body: object = HELLO, **options: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
-        return await http.post("/api/chat", json=body, timeout=10, **options)
+    async with running.client() as http:
+        return await http.post("/api/chat", json=body, **options)
 
 
 class TestSocket:
@@ -319,7 +319,7 @@ class TestHttp:
         async with (
             ScriptedWorker() as worker,
             serve([worker]) as running,
-            httpx.AsyncClient(base_url=running.http, trust_env=False) as http,
+            running.client() as http,
         ):
             answer = await http.post("/api/chat", content=content)
 

@@ -16,7 +16,7 @@ from tests.fakes.scripted_worker import Script, ScriptedWorker
 
 
 async def ask(running, **options) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=running.http, trust_env=False, **options) as http:
+    async with running.client(**options) as http:
         return await http.get("/api/compile")
 
 

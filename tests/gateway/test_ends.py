@@ -9,6 +9,7 @@ import pytest
 
 from gateway.offload import LargeFrames
 from shared.protocol import Answered
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.scripted_worker import ScriptedWorker
 
 ASK = json.dumps({"messages": [{"role": "user", "content": "Where is Paris?"}]})
@@ -53,7 +54,7 @@ async def test_an_answer_that_is_not_ready_yet_is_not_taken_for_given(serve, tal
         async with running.dial_path("/ws/chat") as socket:
             client = talker(socket)
             await socket.send(ASK)
-            await asyncio.wait_for(is_making.wait(), 5)
+            await asyncio.wait_for(is_making.wait(), PATIENCE_S)
             (lease,) = running.gateway.pool.workers[0].leases
             lease.lost.set()
 

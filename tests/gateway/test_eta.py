@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 
-import httpx
 import msgspec
 import pytest
 from hypothesis import given
@@ -26,10 +25,6 @@ DEFAULTS = {
     "eta_omni_duplex_s": 90.0,
     "ema_alpha": 0.3,
 }
-
-
-def http_of(running) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=running.http, trust_env=False)
 
 
 def test_the_first_sample_counts_as_it_is_and_later_ones_by_their_weight():
@@ -128,7 +123,7 @@ async def test_a_slot_that_is_being_cleaned_is_as_good_as_free(serve, talker, un
                 await client.hear_kind("stopped" if way == "stop" else "error")
         await until(lambda: isinstance(worker.sessions[0].commands[-1], Stop))
 
-        async with running.dial("omni_b") as socket, http_of(running) as http:
+        async with running.dial("omni_b") as socket, running.client() as http:
             place = await talker(socket).hear()
             (task,) = (await http.get("/status")).json()["running_tasks"]
             worker.may_clean.set()
@@ -145,7 +140,7 @@ async def test_sessions_that_end_in_order_teach_their_length(serve, talker, unti
             await run_session(running, talker)
         await until(lambda: durations.learned["omni_duplex"].n_samples == 2)
         async with (
-            http_of(running) as http,
+            running.client() as http,
             running.dial("omni_a") as a,
             running.dial("omni_b") as b,
         ):
@@ -199,7 +194,7 @@ class TestRoute:
         async with (
             ScriptedWorker() as worker,
             serve([worker]) as running,
-            http_of(running) as http,
+            running.client() as http,
         ):
             learned = running.gateway.durations.learned["omni_duplex"]
             await run_session(running, talker)
@@ -221,7 +216,7 @@ class TestRoute:
 
     async def test_a_partial_change_keeps_the_rest(self, serve):
         """The reference reset what a PUT did not name."""
-        async with serve([], ready=False) as running, http_of(running) as http:
+        async with serve([], ready=False) as running, running.client() as http:
             await http.put("/api/config/eta", json={"eta_chat_s": 20})
             change = {"eta_omni_duplex_s": 60.5, "ema_alpha": None}
             body = (await http.put("/api/config/eta", json=change)).json()
@@ -231,7 +226,7 @@ class TestRoute:
         assert {**again, "ignored": []} == body
 
     async def test_what_it_shows_can_be_sent_back(self, serve):
-        async with serve([], ready=False) as running, http_of(running) as http:
+        async with serve([], ready=False) as running, running.client() as http:
             shown = (await http.get("/api/config/eta")).json()
             answer = await http.put("/api/config/eta", json=shown["config"])
 
@@ -240,7 +235,7 @@ class TestRoute:
     async def test_the_operators_page_of_the_demo_can_save(self, serve):
         """It sends a field that it reads nowhere: null when empty, a number when filled in."""
         seconds = {"eta_chat_s": 20, "eta_audio_duplex_s": 100, "eta_omni_duplex_s": 80}
-        async with serve([], ready=False) as running, http_of(running) as http:
+        async with serve([], ready=False) as running, running.client() as http:
             saved = [
                 await http.put("/api/config/eta", json={**seconds, "eta_streaming_s": value})
                 for value in (None, 20)
@@ -254,7 +249,7 @@ class TestRoute:
         async with (
             ScriptedWorker() as worker,
             serve([worker]) as running,
-            http_of(running) as http,
+            running.client() as http,
             running.dial("omni_a") as a,
             running.dial("omni_b") as b,
         ):
@@ -283,7 +278,7 @@ class TestRoute:
         # httpx itself refuses to encode NaN.
         content = json.dumps({"eta_half_duplex_s": 1.0, key: value})
         headers = {"Content-Type": "application/json"}
-        async with serve([], ready=False) as running, http_of(running) as http:
+        async with serve([], ready=False) as running, running.client() as http:
             answer = await http.put("/api/config/eta", content=content, headers=headers)
             after = (await http.get("/api/config/eta")).json()["config"]
 
@@ -295,14 +290,14 @@ class TestRoute:
     async def test_a_number_that_no_parser_takes_is_a_bad_request(self, serve):
         content = '{"eta_chat_s": ' + 5001 * "9" + "}"
         headers = {"Content-Type": "application/json"}
-        async with serve([], ready=False) as running, http_of(running) as http:
+        async with serve([], ready=False) as running, running.client() as http:
             answer = await http.put("/api/config/eta", content=content, headers=headers)
 
         assert (answer.status_code, answer.json()["slug"]) == (400, "bad_request")
 
     async def test_changing_asks_for_an_admin_key_where_there_are_any(self, serve):
         user = {"Authorization": "Bearer k"}
-        async with serve([], WITH_KEYS, ready=False) as running, http_of(running) as http:
+        async with serve([], WITH_KEYS, ready=False) as running, running.client() as http:
             seen = await http.get("/api/config/eta", headers=user)
             refused = await http.put("/api/config/eta", headers=user, json={"eta_chat_s": 1})
             unseen = await http.put("/api/config/eta", headers=user, json={"nonsense": 1})

@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import httpx
 import pytest
 from websockets.exceptions import InvalidStatus
 
@@ -21,10 +20,6 @@ ROOT = Path(__file__).parents[2]
 WITH_KEYS = Config.model_validate({"security": {"api_keys": ["k1", "k2"], "admin_keys": ["boss"]}})
 
 
-def client_of(running, **options) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=running.http, trust_env=False, **options)
-
-
 @pytest.fixture
 def pages(tmp_path):
     (tmp_path / "index.html").write_text("<title>page</title>")
@@ -33,7 +28,7 @@ def pages(tmp_path):
 
 
 async def test_health_is_live_and_says_whether_it_is_ready(serve):
-    async with ScriptedWorker() as worker, serve([worker]) as running, client_of(running) as http:
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.client() as http:
         body = (await http.get("/health")).json()
 
         assert body.pop("timestamp")
@@ -47,14 +42,14 @@ async def test_health_is_live_and_says_whether_it_is_ready(serve):
 
 
 async def test_a_probe_may_ask_for_the_head_alone(serve):
-    async with ScriptedWorker() as worker, serve([worker]) as running, client_of(running) as http:
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.client() as http:
         answers = [await http.head(path) for path in ("/health", "/ready")]
 
     assert [(answer.status_code, answer.content) for answer in answers] == [(200, b"")] * 2
 
 
 async def test_ready_is_200_with_a_ready_worker(serve):
-    async with ScriptedWorker() as worker, serve([worker]) as running, client_of(running) as http:
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.client() as http:
         assert (await http.get("/ready")).status_code == 200
 
 
@@ -63,7 +58,7 @@ async def test_ready_is_503_while_loading_and_says_when_to_come_back(serve, unti
     async with (
         ScriptedWorker(script=script) as worker,
         serve([worker], ready=False) as running,
-        client_of(running) as http,
+        running.client() as http,
     ):
         await until(lambda: running.gateway.pool.workers[0].status == "loading")
         answer = await http.get("/ready")
@@ -79,7 +74,7 @@ async def test_ready_is_503_with_another_reason_when_no_worker_can_serve(serve, 
     async with (
         ScriptedWorker(script=script) as worker,
         serve([worker], ready=False) as running,
-        client_of(running) as http,
+        running.client() as http,
     ):
         await until(lambda: running.gateway.pool.workers[0].status == "error")
 
@@ -93,7 +88,7 @@ async def test_status_counts_each_worker_once(serve, talker, until):
         ScriptedWorker(slots=2) as idle,
         loading,
         serve([busy, idle, loading], ready=False) as running,
-        client_of(running) as http,
+        running.client() as http,
     ):
         await running.until_ready(2)
         await until(lambda: running.gateway.pool.workers[2].status == "loading")
@@ -128,7 +123,7 @@ async def test_workers_have_the_references_fields_and_the_start_stages(serve, ta
     async with (
         ScriptedWorker() as worker,
         serve([worker]) as running,
-        client_of(running) as http,
+        running.client() as http,
         running.dial("adx_a") as a,
     ):
         await talker(a).prepare()
@@ -153,7 +148,7 @@ async def test_a_waiting_ticket_can_be_seen_and_cancelled(serve, talker):
     async with (
         ScriptedWorker() as worker,
         serve([worker]) as running,
-        client_of(running) as http,
+        running.client() as http,
         running.dial("omni_a") as a,
         running.dial("adx_b") as b,
     ):
@@ -181,7 +176,7 @@ async def test_a_waiting_ticket_can_be_seen_and_cancelled(serve, talker):
 
 
 async def test_an_unknown_route_has_the_one_error_shape(serve):
-    async with serve([], ready=False) as running, client_of(running) as http:
+    async with serve([], ready=False) as running, running.client() as http:
         answer = await http.get("/nowhere")
 
         assert answer.status_code == 404
@@ -202,7 +197,7 @@ async def test_a_socket_that_is_not_there_is_unknown_and_not_forbidden(serve, pa
 
 
 async def test_an_unexpected_failure_tells_no_internals(serve, monkeypatch):
-    async with serve([], ready=False) as running, client_of(running) as http:
+    async with serve([], ready=False) as running, running.client() as http:
         monkeypatch.delattr(running.gateway, "pool")
 
         answer = await http.get("/workers")
@@ -215,7 +210,7 @@ async def test_live_sessions_are_listed_with_their_worker(serve, talker):
     async with (
         ScriptedWorker() as worker,
         serve([worker]) as running,
-        client_of(running) as http,
+        running.client() as http,
     ):
         empty = (await http.get("/api/sessions")).json()
         async with running.dial("adx_a") as a:
@@ -234,7 +229,7 @@ async def test_live_sessions_are_listed_with_their_worker(serve, talker):
 
 
 async def test_cache_names_the_workers_and_their_states(serve):
-    async with ScriptedWorker() as worker, serve([worker]) as running, client_of(running) as http:
+    async with ScriptedWorker() as worker, serve([worker]) as running, running.client() as http:
         body = (await http.get("/cache")).json()
 
     assert body == {"workers": [{"worker_id": "worker_0", "status": "idle"}]}
@@ -244,7 +239,7 @@ class TestKeys:
     async def test_health_and_ready_need_none_and_everything_else_does(self, serve, pages):
         async with (
             serve([], WITH_KEYS, pages, ready=False) as running,
-            client_of(running) as http,
+            running.client() as http,
         ):
             codes = {
                 path: (await http.get(path)).status_code
@@ -261,7 +256,7 @@ class TestKeys:
         }
 
     async def test_a_key_is_taken_from_header_query_or_cookie(self, serve):
-        async with serve([], WITH_KEYS, ready=False) as running, client_of(running) as http:
+        async with serve([], WITH_KEYS, ready=False) as running, running.client() as http:
             answers = [
                 await http.get("/status", headers={"Authorization": "Bearer k2"}),
                 await http.get("/status", headers={"Cookie": "omni_api_key=k1"}),
@@ -273,7 +268,7 @@ class TestKeys:
 
     @pytest.mark.parametrize("key", ["", "k", "k1x", "K1", "\u00e9"])
     async def test_a_wrong_key_is_refused(self, serve, key):
-        async with serve([], WITH_KEYS, ready=False) as running, client_of(running) as http:
+        async with serve([], WITH_KEYS, ready=False) as running, running.client() as http:
             answer = await http.get("/status", params={"api_key": key})
 
         assert answer.status_code == 401
@@ -282,7 +277,7 @@ class TestKeys:
     async def test_a_page_opened_with_its_key_loads_its_parts_by_cookie(self, serve, pages):
         async with (
             serve([], WITH_KEYS, pages, ready=False) as running,
-            client_of(running) as http,
+            running.client() as http,
         ):
             await http.get("/?api_key=k1")
 
@@ -290,14 +285,14 @@ class TestKeys:
 
     async def test_only_a_valid_key_becomes_a_cookie(self, serve):
         bearer = {"Authorization": "Bearer k1"}
-        async with serve([], WITH_KEYS, ready=False) as running, client_of(running) as http:
+        async with serve([], WITH_KEYS, ready=False) as running, running.client() as http:
             answer = await http.get("/status?token=wrong", headers=bearer)
 
         assert answer.status_code == 200
         assert "set-cookie" not in answer.headers
 
     async def test_cancelling_tickets_needs_an_admin_key_where_there_are_any(self, serve):
-        async with serve([], WITH_KEYS, ready=False) as running, client_of(running) as http:
+        async with serve([], WITH_KEYS, ready=False) as running, running.client() as http:
             user = await http.delete("/api/queue/q_1?api_key=k1")
             admin = await http.delete("/api/queue/q_1?api_key=boss")
 
@@ -375,7 +370,7 @@ class TestOrigins:
 
     async def test_unsafe_methods_of_a_foreign_page_are_refused(self, serve):
         headers = {"Origin": "https://evil.example"}
-        async with serve([], ready=False) as running, client_of(running) as http:
+        async with serve([], ready=False) as running, running.client() as http:
             foreign = await http.delete("/api/queue/q_1", headers=headers)
             own = await http.delete("/api/queue/q_1", headers={"Origin": running.http})
 

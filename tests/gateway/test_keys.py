@@ -41,7 +41,7 @@ async def test_every_route_asks_for_the_key_that_its_row_names(serve):
     wrong = {}
     async with (
         serve([], KEYS, ready=False) as running,
-        httpx.AsyncClient(base_url=running.http, trust_env=False) as http,
+        running.client() as http,
     ):
         for method, path in ROUTES:
             nobody, user, admin = await statuses(http, method, path)
@@ -63,7 +63,7 @@ async def test_a_users_key_is_known_but_not_enough(serve, key, status, slug):
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with (
         serve([], KEYS, ready=False) as running,
-        httpx.AsyncClient(base_url=running.http, trust_env=False) as http,
+        running.client() as http,
     ):
         answer = await http.delete("/api/queue/q_0", headers=headers)
 

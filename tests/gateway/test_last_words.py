@@ -18,6 +18,7 @@ from gateway.client_socket import ClientProtocol, LargeFrameGate
 from shared.config import Config, SecurityConfig
 from shared.protocol import Failure, Input, Result
 from tests.fakes.deaf_client import DeafClient, frame
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.scripted_worker import Script, ScriptedWorker
 
 LARGE = frame('{"type": "client_diagnostic", "text": "%s"}' % ("x" * 1_000_000))
@@ -235,7 +236,7 @@ async def test_the_answer_to_a_request_that_cannot_be_read_reaches_who_sends_on(
         for _ in range(20):
             writer.write(b"x" * 1_000_000)
             await writer.drain()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             answer = await reader.read()
         writer.close()
 

@@ -19,6 +19,7 @@ from gateway.security import network_of
 from gateway.server import build_server
 from shared.config import Config
 from tests.fakes.gateway import quiet
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.scripted_worker import ScriptedWorker
 
 UPGRADE = (
@@ -53,7 +54,7 @@ async def dial(running, said: bytes = b"", host: str = "127.0.0.1"):
     return reader, writer
 
 
-async def until_closed(reader, timeout_s: float = 5.0) -> bytes:
+async def until_closed(reader, timeout_s: float = PATIENCE_S) -> bytes:
     """Return what comes before the end of the connection."""
     async with asyncio.timeout(timeout_s):
         try:
@@ -63,7 +64,7 @@ async def until_closed(reader, timeout_s: float = 5.0) -> bytes:
 
 
 async def is_healthy(running) -> bool:
-    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=5) as http:
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=PATIENCE_S) as http:
         return (await http.get(f"{running.http}/health")).status_code == 200
 
 
@@ -346,7 +347,7 @@ class TestLongRequests:
         head = b"PUT /api/config/eta HTTP/1.1\r\nHost: x\r\nContent-Length: 200000000\r\n\r\n"
         async with serve([]) as running:
             reader, writer = await dial(running, head)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 raw = await reader.readuntil(b"}")
             writer.close()
 

@@ -9,11 +9,11 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import httpx
 import numpy as np
 
 from gateway.pool import Address
 from shared.states import SessionState
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.worker import FakeWorker
 
 UNIT = base64.b64encode(np.ones(160, np.float32).tobytes()).decode()
@@ -34,7 +34,7 @@ def at(worker: FakeWorker) -> Address:
 
 async def ready(running) -> tuple[int, str | None]:
     """Status and slug of `/ready`."""
-    async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
+    async with running.client() as http:
         answer = await http.get("/ready")
     return answer.status_code, answer.json().get("slug")
 
@@ -44,7 +44,7 @@ async def stick(worker: FakeWorker, client) -> threading.Event:
     gate, inside = threading.Event(), threading.Event()
     worker.model.gates["think"], worker.model.entered["think"] = gate, inside
     await client.chunk(audio_base64=UNIT)
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     return gate
 
 
@@ -145,7 +145,7 @@ async def test_a_chat_is_answered_on_its_socket_and_over_http(serve, talker):
             kinds = [(await client.hear())["type"] for _ in range(worker.model.n_pieces + 1)]
             done = await client.hear()
             code = await client.closed()
-        async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
+        async with running.client() as http:
             answer = (await http.post("/api/chat", json=HELLO)).json()
 
     assert kinds == ["prefill_done", *["chunk"] * worker.model.n_pieces]
@@ -159,7 +159,7 @@ async def test_a_question_that_the_model_refuses_keeps_its_kind(serve):
     async with (
         working() as worker,
         serve([at(worker)]) as running,
-        httpx.AsyncClient(base_url=running.http, trust_env=False) as http,
+        running.client() as http,
     ):
         answers = [
             await http.post("/api/chat", json={"messages": [{"role": "user", "content": content}]})
@@ -177,7 +177,7 @@ async def test_leaving_a_chat_stops_its_program_and_frees_the_slot(serve, talker
         worker.model.gates["write"], worker.model.entered["write"] = gate, inside
         async with running.dial_path("/ws/chat") as socket:
             await socket.send(json.dumps(HELLO))
-            assert await asyncio.to_thread(inside.wait, 5)
+            assert await asyncio.to_thread(inside.wait, PATIENCE_S)
             (session,) = worker.lifecycle.host.sessions.values()
         await until(lambda: session.state is SessionState.CLOSING)
         gate.set()

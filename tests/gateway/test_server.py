@@ -19,6 +19,7 @@ from gateway.__main__ import main, worker_addresses
 from gateway.pool import Address
 from shared.config import Config
 from shared.errors import ConfigError
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.scripted_worker import ScriptedWorker
 
 
@@ -148,7 +149,7 @@ async def test_a_ping_of_a_client_that_reads_on_later_is_answered_then(serve, ta
         assert not pong.done()
         protocol.resume_writing()
 
-        await asyncio.wait_for(pong, 5)
+        await asyncio.wait_for(pong, PATIENCE_S)
 
 
 async def test_a_message_of_endless_empty_frames_is_cut(serve, talker, monkeypatch):
@@ -160,7 +161,7 @@ async def test_a_message_of_endless_empty_frames_is_cut(serve, talker, monkeypat
         socket.transport.write(Frame(Opcode.TEXT, b"", fin=False).serialize(mask=True))
         socket.transport.write(Frame(Opcode.CONT, b"", fin=False).serialize(mask=True) * 100)
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await socket.wait_closed()
 
 
@@ -172,7 +173,7 @@ async def test_a_flood_of_tiny_frames_is_cut(serve, talker, opcode):
 
         socket.transport.write(Frame(opcode, b"{}").serialize(mask=True) * 100_000)
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await socket.wait_closed()
         assert socket.close_code == 1006
 
@@ -250,7 +251,7 @@ async def test_an_overlong_upgrade_request_is_refused(serve, path, header, statu
         request = "\r\n".join([f"GET /ws/duplex/{path} HTTP/1.1", *fields, header.strip()])
         writer.write(request.encode() + b"\r\n\r\n")
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             answer = await reader.read()
         writer.close()
 

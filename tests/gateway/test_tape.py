@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import pytest
 
 from gateway.tape import config_of
@@ -161,7 +160,7 @@ async def test_a_chat_is_told_over_http(serve, until):
     recorder = FakeRecorder()
     async with ScriptedWorker() as worker, serve([worker]) as running:
         running.gateway.recorder = recorder
-        async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
+        async with running.client() as http:
             body = (await http.post("/api/chat", json=HELLO)).json()
 
         (recording,) = recorder.recordings

@@ -21,6 +21,7 @@ from shared.audio import read_wav, write_wav
 from shared.config import Config
 from shared.errors import BadVoiceFile
 from tests.fakes.front import open_front
+from tests.fakes.patience import PATIENCE_S
 
 PATH = "/api/assets/ref_audio"
 RATE_HZ = 16_000
@@ -332,13 +333,13 @@ class TestUpload:
 
         def slow(file):
             is_decoding.set()
-            assert may_go_on.wait(5)
+            assert may_go_on.wait(PATIENCE_S)
             return decode_voice(file)
 
         monkeypatch.setattr(voices, "decode_voice", slow)
         async with open_front(config) as front:
             first = asyncio.create_task(front.http.post(PATH, json=body(wav(0.1))))
-            await asyncio.to_thread(is_decoding.wait, 5)
+            await asyncio.to_thread(is_decoding.wait, PATIENCE_S)
             # The loop is free while a voice is decoded.
             second = await front.http.post(PATH, json=body(wav(0.1)))
             may_go_on.set()

@@ -7,7 +7,6 @@ import io
 import json
 import struct
 
-import httpx
 import pytest
 from PIL import Image
 
@@ -29,7 +28,7 @@ async def finished(running, until, recording_id):
     """What the service tells of a recording once it is finished."""
     folder = running.gateway.recordings.store.root / recording_id
     await until(lambda: (folder / "recording.json").exists(), PATIENCE_S)
-    async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
+    async with running.client() as http:
         meta = (await http.get(f"/api/sessions/{recording_id}")).json()
         body = (await http.get(f"/api/sessions/{recording_id}/recording")).json()
         page = await http.get(f"/s/{recording_id}")
@@ -116,7 +115,7 @@ async def test_chat(serve, until, config, is_http):
     }
     async with ScriptedWorker() as worker, serve([worker], config) as running:
         if is_http:
-            async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
+            async with running.client() as http:
                 done = (await http.post("/api/chat", json=ask)).json()
         else:
             async with running.dial_path("/ws/chat") as socket:

@@ -33,6 +33,7 @@ from shared.protocol import (
     Result,
     TextPart,
 )
+from tests.fakes.patience import PATIENCE_S
 
 CHUNK = Input(0, bytes(64_000), [bytes(1000)])
 
@@ -180,7 +181,9 @@ async def test_memory_is_bounded_and_a_session_beyond_it_is_recorded_no_further(
 async def test_what_is_queued_costs_the_caller_no_time(recorder, writer, store, monkeypatch):
     """The disk hangs: the session does not notice."""
     hang = threading.Event()
-    monkeypatch.setattr(writing, "Journal", lambda folder: hang.wait(10) and Journal(folder))
+    monkeypatch.setattr(
+        writing, "Journal", lambda folder: hang.wait(PATIENCE_S) and Journal(folder)
+    )
     writer.start()
     recording = begin(recorder)
 
@@ -192,6 +195,23 @@ async def test_what_is_queued_costs_the_caller_no_time(recorder, writer, store, 
 
     assert time.perf_counter() - begun < 0.1
     hang.set()
+
+
+async def test_a_begin_waits_for_no_disk_to_have_it(
+    recorder, writer, closed, records, until, monkeypatch
+):
+    """A slow one held up the logs of all sessions; a killed gateway lost their first seconds."""
+    hang = threading.Event()
+    monkeypatch.setattr("gateway.recording.store.os.fsync", lambda _: hang.wait(2 * PATIENCE_S))
+    writer.start()
+    recording = begin(recorder)
+    recording.took(CHUNK, 0.0)
+    recording.end("stopped")
+
+    await until(lambda: closed)
+    hang.set()
+
+    assert [record.message for record in records(closed[0])] == [CHUNK, None]
 
 
 async def test_nobody_removes_or_finishes_a_recording_that_is_just_beginning(
@@ -317,12 +337,12 @@ async def test_a_full_disk_stops_one_recording_and_says_so_once(
 async def test_a_disk_that_refuses_the_begin_is_left_without_a_trace(
     recorder, writer, store, until, monkeypatch
 ):
-    def refuse(_):
+    def refuse(path, flags):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     writer.start()
     with monkeypatch.context() as patch:
-        patch.setattr("gateway.recording.store.os.fsync", refuse)
+        patch.setattr(storing, "_private", refuse)
         begin(recorder)
         await until(lambda: writer.n_stopped["disk"])
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 from filelock import FileLock
 
+from tests.fakes.patience import PATIENCE_S
 from worker.compile import warmup
 from worker.compile.warmup import ShapeProfile, load_shapes, replay
 
@@ -81,7 +82,7 @@ def test_an_open_profile_is_written_now_and_then(path, monkeypatch):
     monkeypatch.setattr(warmup, "_replace", noticed)
     with ShapeProfile(path, every_s=0.01) as profile:
         count(profile, DECODE)
-        assert is_written.wait(5)
+        assert is_written.wait(PATIENCE_S)
         assert load_shapes(path) == {DECODE: 1}
 
 

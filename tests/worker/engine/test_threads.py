@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shared.errors import EngineFault
+from tests.fakes.patience import PATIENCE_S
 from worker.engine.contract import Emit, Op, Program, Until
 from worker.engine.engine import Engine
 from worker.engine.gpu_thread import LaneThreads
@@ -26,7 +27,7 @@ class Runner:
         self.threads[kind].add(threading.current_thread().name)
         if payloads == ["gate"]:
             self.entered.set()
-            assert self.gate.wait(10)
+            assert self.gate.wait(PATIENCE_S)
         return payloads
 
 
@@ -54,7 +55,7 @@ def engine(runner, threads):
 def finished(engine: Engine, program: Program, session: str = "s", **listeners: Any) -> Any:
     done = threading.Event()
     task = engine.spawn(session, program, on_done=lambda _: done.set(), **listeners)
-    assert done.wait(5)
+    assert done.wait(PATIENCE_S)
     return task
 
 
@@ -78,7 +79,7 @@ def test_a_lane_works_while_another_is_held_up(engine, runner):
         yield Op("language", "gate")
 
     engine.spawn("held", held())
-    assert runner.entered.wait(5)
+    assert runner.entered.wait(PATIENCE_S)
 
     assert finished(engine, ops("speech", "speech")).value == "end"
 
@@ -104,7 +105,7 @@ def test_the_time_of_the_running_op_is_told(engine, threads, runner):
         yield Op("language", "gate")
 
     engine.spawn("held", held())
-    assert runner.entered.wait(5)
+    assert runner.entered.wait(PATIENCE_S)
     begun = time.monotonic()
     while threads.stuck_for() < 0.02:
         assert time.monotonic() - begun < 5
@@ -127,10 +128,10 @@ def test_stopping_cancels_the_calls_that_wait(threads):
 
     def hold() -> None:
         entered.set()
-        gate.wait(5)
+        gate.wait(PATIENCE_S)
 
     threads.call("language", hold)
-    assert entered.wait(5)
+    assert entered.wait(PATIENCE_S)
     waiting = threads.call("language", lambda: None)
     threads.stop()
     gate.set()
@@ -155,7 +156,7 @@ def test_a_listener_that_breaks_fails_the_engine_instead_of_hanging_it(runner, t
 
     engine.spawn("s", emits(), on_emit=lambda value: 1 / 0)
 
-    assert told.wait(5)
+    assert told.wait(PATIENCE_S)
     assert "ZeroDivisionError" in str(faults[0])
 
 

@@ -13,6 +13,7 @@ import torch
 from shared.protocol import CompileStatus
 from tests.fakes.graphs import FakeCapture
 from tests.fakes.model import FakeDuplexModel
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.worker import FakeWorker
 from tests.worker.server.test_metrics import Samples
 from worker.compile.cache import CompileCache
@@ -138,10 +139,10 @@ async def test_the_status_is_answered_while_the_worker_loads(worker_of):
     def hold(name):
         if name == "init_unified":
             inside.set()
-            gate.wait(5)
+            gate.wait(PATIENCE_S)
 
     worker = await worker_of(ready=False, on_stage=hold)
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     began_at = time.monotonic()
     status = await status_of(worker)
     took_s = time.monotonic() - began_at

@@ -13,6 +13,7 @@ from shared.errors import CompileCacheError
 from shared.protocol import CompileStatus
 from shared.states import WorkerState
 from tests.fakes.model import FakeDuplexModel, as_model
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.session import eventually
 from worker.compile.cache import CompileCache
 from worker.compile.manifest import Key
@@ -199,12 +200,12 @@ async def test_the_cache_is_looked_at_before_the_weights_and_told_at_once(root):
 
     def hold(name):
         inside.set()
-        gate.wait(5)
+        gate.wait(PATIENCE_S)
 
     start = Start(root)
     start.model.on_stage = hold
     async with start:
-        assert await asyncio.to_thread(inside.wait, 5)
+        assert await asyncio.to_thread(inside.wait, PATIENCE_S)
         health = start.lifecycle.health()
         status = start.lifecycle.compile_status()
         gate.set()
@@ -326,12 +327,12 @@ async def test_two_cold_workers_one_compiles_and_the_other_waits_and_is_warm(roo
     def hold(name):
         if name == "apply_torch_compile":
             inside.set()
-            gate.wait(10)
+            gate.wait(PATIENCE_S)
 
     first = Start(root, "a")
     first.model.on_stage = hold
     async with first:
-        assert await asyncio.to_thread(inside.wait, 5)
+        assert await asyncio.to_thread(inside.wait, PATIENCE_S)
         async with Start(root, "b") as second:
             await eventually(lambda: "another worker compiles" in _note(second))
             assert second.lifecycle.health().compile.state == "cold"

@@ -10,6 +10,7 @@ from shared.errors import EngineFault
 from shared.protocol import Timings
 from shared.states import WORKER_EDGES, IllegalTransition, StateMachine, WorkerState
 from tests.fakes.model import FakeDuplexModel, as_model
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.session import eventually
 from worker.lifecycle import Lifecycle, WorkerSettings
 
@@ -79,13 +80,13 @@ async def test_health_shows_the_running_stage_with_its_progress():
     def hold(name: str) -> None:
         if name == "init_unified":
             inside.set()
-            gate.wait(5)
+            gate.wait(PATIENCE_S)
 
     clock = Clock()
     lifecycle = make(FakeDuplexModel(on_stage=hold), clock=clock)
     assert lifecycle.health().status == "initializing"
     running = asyncio.create_task(lifecycle.run())
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     clock.now += 4.0
     health = lifecycle.health()
     gate.set()
@@ -162,11 +163,11 @@ async def test_a_worker_can_be_stopped_while_it_loads(ask):
 
     def hold(name: str) -> None:
         inside.set()
-        gate.wait(5)
+        gate.wait(PATIENCE_S)
 
     lifecycle = make(FakeDuplexModel(on_stage=hold))
     running = asyncio.create_task(lifecycle.run())
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     ask(lifecycle)
     ask(lifecycle)
     gate.set()

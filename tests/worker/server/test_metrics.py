@@ -21,6 +21,7 @@ from shared.protocol import (
     Timings,
 )
 from tests.fakes.model import FakeDuplexModel
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.session import LOUD, SILENT, chunk, eventually
 from tests.fakes.worker import FakeWorker
 from worker.metrics import WorkerMetrics
@@ -109,7 +110,7 @@ async def test_state_slots_and_sessions_are_read_when_asked(make):
 async def test_metrics_answer_while_the_worker_loads(make):
     gate = threading.Event()
     worker = await make(
-        ready=False, model=FakeDuplexModel(on_stage=lambda name: gate.wait(5) and None)
+        ready=False, model=FakeDuplexModel(on_stage=lambda name: gate.wait(PATIENCE_S) and None)
     )
     metrics = await scrape(worker)
     gate.set()
@@ -124,7 +125,7 @@ async def test_a_thread_that_is_stuck_shows(make):
     inside = worker.model.entered["think"] = threading.Event()
     peer = await worker.session()
     await peer.send(chunk(0))
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     await asyncio.sleep(0.05)
     metrics = await scrape(worker)
     gate.set()

@@ -38,6 +38,7 @@ from shared.protocol import (
 )
 from shared.states import SessionState, WorkerState
 from tests.fakes.model import FakeDuplexModel
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.session import LOUD, chunk, eventually
 from tests.fakes.worker import FakeWorker
 from worker.server import Outbox, bind
@@ -142,7 +143,7 @@ async def test_a_full_worker_refuses_with_try_again_later(make):
 
 async def test_a_worker_that_is_loading_refuses(make):
     gate = threading.Event()
-    model = FakeDuplexModel(on_stage=lambda name: gate.wait(5) and None)
+    model = FakeDuplexModel(on_stage=lambda name: gate.wait(PATIENCE_S) and None)
     worker = await make(ready=False, model=model)
     peer = await worker.connect()
     await peer.send(OPEN)
@@ -159,7 +160,7 @@ async def test_health_answers_fast_while_a_session_computes(make):
     worker.model.gates["think"], worker.model.entered["think"] = gate, inside
     peer = await worker.session("talking")
     await peer.send(chunk(0))
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     for _ in range(5):
         async with asyncio.timeout(1.0):
             health = await worker.health()
@@ -201,7 +202,7 @@ async def test_a_client_that_leaves_during_prepare_leaves_a_clean_worker(make):
     worker.model.gates["prefill"], worker.model.entered["prefill"] = gate, inside
     peer = await worker.connect()
     await peer.send(OPEN, Prepare("x"))
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     peer.socket.transport.abort()
     gate.set()
 
@@ -239,7 +240,7 @@ async def test_a_stuck_op_turns_health_unhealthy_and_refuses_sessions(make):
     peer = await worker.session()
     worker.model.gates["think"], worker.model.entered["think"] = gate, inside
     await peer.send(chunk(0))
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     await eventually(lambda: not worker.lifecycle.accepts_sessions)
     async with httpx.AsyncClient(trust_env=False) as client:
         answer = await client.get(f"http://127.0.0.1:{worker.port}/health")
@@ -365,7 +366,7 @@ async def test_a_worker_whose_device_hangs_can_still_be_stopped(make, monkeypatc
     worker.model.gates["think"] = threading.Event()
     peer = await worker.session()
     await peer.send(chunk(0))
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     worker.lifecycle.request_stop()
 
     assert await worker.code() == 0
@@ -445,7 +446,7 @@ async def test_a_gateway_that_closes_the_socket_stops_the_answer(make):
     gate = worker.model.gates["write"] = threading.Event()
     peer = await worker.connect()
     await peer.send(Open("c", "chat", "chat"), question("hello"))
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     await peer.socket.close()
     host = worker.lifecycle.host
     await eventually(lambda: host is not None and host.sessions[0].state is SessionState.CLOSING)
@@ -461,7 +462,7 @@ async def test_a_worker_that_is_stopped_stops_its_answers(make):
     gate = worker.model.gates["write"] = threading.Event()
     peer = await worker.connect()
     await peer.send(Open("c", "chat", "chat"), question("hello"))
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     worker.lifecycle.request_stop()
     assert (await peer.until(Failure)).slug == "worker_lost"
     gate.set()

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.session import Stage
 from worker.sessions.failures import WorkerStopping
 
@@ -25,7 +26,7 @@ async def make():
         for gate in stage.model.gates.values():
             gate.set()
         closing = [s.closed.wait() for s in list(stage.host.sessions.values())]
-        await asyncio.wait_for(asyncio.gather(*closing), 5)
+        await asyncio.wait_for(asyncio.gather(*closing), PATIENCE_S)
         await stage.close()
 
 

@@ -33,6 +33,7 @@ from shared.protocol import (
 )
 from shared.states import SessionState
 from tests.fakes.model import FakeDuplexModel
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.session import LOUD, Stage, chunk, entered, eventually, gated
 from worker.engine.slots import SlotState
 from worker.models.contract import Clip, Picture, TurnMessage
@@ -252,7 +253,7 @@ async def test_a_stop_while_files_are_decoded_ends_the_session(make, monkeypatch
     monkeypatch.setattr(message_media, "decode_image", slow)
     client = stage.chat()
     client.send(ask(ImagePart(png())))
-    await asyncio.wait_for(inside.wait(), 5)
+    await asyncio.wait_for(inside.wait(), PATIENCE_S)
     client.send(Stop())
     events = await answered(client)
 

@@ -29,6 +29,7 @@ from shared.protocol import (
 )
 from shared.states import SessionState
 from tests.fakes.model import FakeDuplexModel
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.session import LOUD, SILENT, chunk, entered, eventually, gated
 from worker.engine.slots import SlotState
 from worker.sessions.duplex import DuplexSession
@@ -534,7 +535,7 @@ async def test_a_unit_that_ends_together_with_its_session_is_no_failure(make, ca
         if isinstance(event, Stopped):
             # Held here, the loop finds the end of the unit beside that of the session.
             gate.set()
-            assert done.wait(5)
+            assert done.wait(PATIENCE_S)
 
     async def commands():
         yield Prepare("be brief")
@@ -612,10 +613,10 @@ async def test_cancelling_while_the_state_is_made_never_costs_a_slot(make):
 
     def hold() -> None:
         inside.set()
-        gate.wait(5)
+        gate.wait(PATIENCE_S)
 
     stage.threads.call("language", hold)
-    assert await asyncio.to_thread(inside.wait, 5)
+    assert await asyncio.to_thread(inside.wait, PATIENCE_S)
     client = stage.client()
     await asyncio.sleep(0)
     client.task.cancel()
@@ -655,7 +656,7 @@ async def test_a_slow_reader_is_let_go(stage):
             await asyncio.sleep(0.01)
 
     session = DuplexSession(stage.host, "slow", "omni_duplex", send)
-    code = await asyncio.wait_for(session.run(commands()), 5)
+    code = await asyncio.wait_for(session.run(commands()), PATIENCE_S)
 
     assert code == 1008
     assert stage.host.slots.n_free == 2
@@ -669,7 +670,7 @@ async def test_a_reader_too_slow_for_the_refusals_of_its_frames_is_counted_as_on
         raise SlowReader("full")
 
     session = DuplexSession(stage.host, "slow", "omni_duplex", lambda event: None)
-    code = await asyncio.wait_for(session.run(commands()), 5)
+    code = await asyncio.wait_for(session.run(commands()), PATIENCE_S)
 
     ended = stage.host.metrics.registry.get_sample_value
     assert code == 1008

@@ -13,6 +13,7 @@ from PIL import Image
 
 from shared.errors import BadAudio, BadImage, BadMessage, OmniError
 from shared.protocol import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.session import eventually
 from worker.models.contract import Clip, Picture, TurnMessage, Video
 from worker.sessions import message_media
@@ -170,7 +171,7 @@ async def test_pictures_of_a_live_session_do_not_wait_for_a_film(decoder, monkey
     gate = threading.Event()
 
     def decode(*_):
-        gate.wait(5)
+        gate.wait(PATIENCE_S)
         return Video((), np.zeros(0, np.float32))
 
     monkeypatch.setattr(message_media, "decode_video", decode)
