@@ -24,6 +24,7 @@ import av
 from gateway.recording import journal, replay
 from gateway.recording.assets import FOLDERS, Assets
 from gateway.recording.journal import END, LogDamaged
+from gateway.recording.restored import is_whole, restored
 from gateway.recording.store import META, RECORDING, read_json, write_atomically, write_json
 from gateway.recording.turns import ChatTurns, SpokenTurns
 from gateway.recording.units import Units
@@ -94,7 +95,11 @@ def finish(folder: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    meta = read_json(folder / META)
+    meta, problems = read_json(folder / META), []
+    if not is_whole(folder, meta):
+        log.warning("meta.json is lost recording=%s", folder.name)
+        meta = restored(folder)
+        problems.append("meta.json was lost: kind and time are what the log tells")
     app_type = str(meta.get("app_type", ""))
     assets = Assets(folder)
     builder: Units | SpokenTurns | ChatTurns
@@ -103,7 +108,7 @@ def _make(folder: Path) -> None:
     else:
         builder = ChatTurns(assets) if app_type == "chat" else SpokenTurns(assets)
         mode = app_type
-    duration_s, reason, problems = 0.0, INTERRUPTED, []
+    duration_s, reason = 0.0, INTERRUPTED
     try:
         for record in journal.read(folder / journal.NAME):
             duration_s = max(duration_s, record.at)

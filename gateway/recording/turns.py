@@ -78,10 +78,14 @@ class _Turns:
 
     @property
     def body(self) -> dict[str, Any]:
+        self._close()
+        return {"turns": self._turns}
+
+    def _close(self) -> None:
+        """End the turn that is open, if there is one, with what has been said so far."""
         if self._open is not None:
             self._open.close(self._assets, self._last_at, None)
             self._open = None
-        return {"turns": self._turns}
 
 
 class SpokenTurns(_Turns):
@@ -93,6 +97,8 @@ class SpokenTurns(_Turns):
         self._n_heard = 0
         self._ended: list[bytes] = []
         """What had been sent when the turn was found to have ended."""
+        self._speaks_since: float | None = None
+        """When a turn was found to have begun whose end has not been found."""
 
     def take(self, record: Record) -> None:
         """Raises OSError."""
@@ -100,7 +106,11 @@ class SpokenTurns(_Turns):
         match record.message:
             case Input():
                 self._hear(record.message.audio)
+            case Speaking(is_speaking=True):
+                self._speaks_since = record.at
+                self._ended = []
             case Speaking(is_speaking=False):
+                self._speaks_since = None
                 self._ended = list(self._heard)
             case Generating():
                 self._begin(record.message.speech_ms, record.at)
@@ -113,6 +123,22 @@ class SpokenTurns(_Turns):
                 self._open.close(self._assets, record.at, None)
                 self._open = None
 
+    def fail(self, slug: str) -> None:
+        self._break_off()
+        super().fail(slug)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        self._break_off()
+        return super().body
+
+    def _break_off(self) -> None:
+        """The log ends in the middle of what the user said: that is kept, without an answer."""
+        since, self._speaks_since = self._speaks_since, None
+        if since is not None:
+            self._close()
+            self._begin(1000.0 * (self._last_at - since), self._last_at)
+
     def _hear(self, audio: bytes) -> None:
         self._heard.append(audio)
         self._n_heard += len(audio)
@@ -120,6 +146,7 @@ class SpokenTurns(_Turns):
             self._n_heard -= len(self._heard.popleft())
 
     def _begin(self, speech_ms: float, at: float) -> None:
+        self._speaks_since = None
         index = len(self._turns) + 1
         name = f"user_audio/{index - 1:03d}.wav"
         n_bytes = round((speech_ms / 1000.0 + MARGIN_S) * INPUT_SAMPLE_RATE_HZ) * F32_BYTES

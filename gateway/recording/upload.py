@@ -7,6 +7,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -162,7 +163,9 @@ async def receive(
     except ClientDisconnect as error:
         raise BadMessage("the upload was broken off") from error
     finally:
-        part.unlink(missing_ok=True)
+        # A disk that takes nothing may not give up anything either; the reason is told already.
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
     return target, form.n_bytes
 
 

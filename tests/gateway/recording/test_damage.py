@@ -120,6 +120,35 @@ def test_what_a_power_failure_has_left_empty_is_reported_as_damage(logs):
     assert "merged_replay" in body
 
 
+@pytest.mark.parametrize("content", [b"", b'{"title": "', b'{"app_type": "chat", "created_at": 5}'])
+@pytest.mark.parametrize(
+    ("kind", "app_type", "what"),
+    [
+        ("duplex", "omni_duplex", "chunks"),
+        ("turns", "half_duplex_audio", "turns"),
+        ("chat", "chat", "turns"),
+    ],
+)
+def test_a_lost_meta_json_costs_neither_the_log_nor_the_place_in_the_list(
+    store, logs, kind, app_type, what, content
+):
+    """Every kind became a recording of turns without any, and its log was removed."""
+    folder = logs[kind]
+    ended_at = datetime(2026, 3, 2, 12, tzinfo=UTC).timestamp()
+    os.utime(folder / journal.NAME, (ended_at, ended_at))
+    (folder / "meta.json").write_bytes(content)
+
+    finish(folder)
+
+    body = json.loads((folder / "recording.json").read_text())
+    assert body["mode"] == ("duplex" if kind == "duplex" else app_type)
+    assert (body["session_id"], body["end_reason"]) == (kind, "stopped")
+    assert len(body[what]) == (3 if kind == "duplex" else 1)
+    assert "meta.json was lost" in body["problem"]
+    (summary,) = [one for one in store.summaries() if one.recording_id == kind]
+    assert (summary.app_type, summary.created_at.date().isoformat()) == (app_type, "2026-03-02")
+
+
 @pytest.mark.parametrize(
     "content",
     [

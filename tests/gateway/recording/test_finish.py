@@ -360,6 +360,40 @@ def test_a_turn_without_end_keeps_what_was_said(write_log, took, gave, tone):
     assert body_of(folder)["end_reason"] == "interrupted"
 
 
+@pytest.mark.parametrize("reason", [None, "client_gone", "worker_lost"])
+def test_a_turn_that_the_user_has_not_ended_keeps_what_was_heard(
+    write_log, took, gave, tone, reason
+):
+    """Of a session that ended while somebody spoke, nothing of that was left."""
+    said = [took(0.0, PrepareTurns([]))]
+    said += [took(i / 2, Input(i, tone(0.5, value=i / 10))) for i in range(1, 7)]
+    said.insert(3, gave(1.2, Speaking(is_speaking=True)))
+    folder = write_log("cut", "half_duplex_audio", said, reason=reason)
+
+    finish(folder)
+
+    (turn,) = body_of(folder)["turns"]
+    assert turn["input"]["duration_ms"] == pytest.approx(2300.0)
+    assert turn["output"] == {"text": ""}
+    assert turn.get("error") == ("worker_lost" if reason == "worker_lost" else None)
+    heard, _ = wav_of(folder / turn["input"]["audio"])
+    assert heard[-1, 0] == pytest.approx(0.6, abs=0.001)
+
+
+def test_what_was_too_short_for_a_turn_is_none(write_log, took, gave, tone):
+    said = [
+        took(0.5, Input(0, tone(0.5))),
+        gave(0.6, Speaking(is_speaking=True)),
+        gave(0.8, Speaking(is_speaking=False)),
+        took(1.0, Input(1, tone(0.5))),
+    ]
+    folder = write_log("short", "half_duplex_audio", said)
+
+    finish(folder)
+
+    assert body_of(folder)["turns"] == []
+
+
 def test_a_chat_log_becomes_one_turn_with_its_attachments(write_log, took, gave, tone, jpeg):
     ask = Ask(
         [

@@ -271,6 +271,20 @@ async def test_a_full_disk_is_told(client, folder, monkeypatch):
     assert (response.status_code, response.json()["slug"]) == (507, "no_storage")
 
 
+async def test_a_disk_that_cannot_be_written_to_is_told(client, folder, monkeypatch):
+    """It does not let go of what was half written either, and that was an internal error."""
+
+    def refuse(*_, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(upload, "_append", refuse)
+    monkeypatch.setattr(upload.Path, "unlink", refuse)
+    async with client() as http:
+        response = await http.post(UPLOAD, **form())
+
+    assert (response.status_code, response.json()["slug"]) == (507, "no_storage")
+
+
 async def test_a_client_that_leaves_in_the_middle_leaves_nothing(folder):
     async def body():
         yield b'--b\r\nContent-Disposition: form-data; name="file"\r\n'
