@@ -98,7 +98,7 @@ def _make(folder: Path) -> None:
     meta, problems = read_json(folder / META), []
     if not is_whole(folder, meta):
         log.warning("meta.json is lost recording=%s", folder.name)
-        meta = restored(folder)
+        meta = restored(folder, meta)
         problems.append("meta.json was lost: kind and time are what the log tells")
     app_type = str(meta.get("app_type", ""))
     assets = Assets(folder)

@@ -12,7 +12,7 @@ from typing import Any
 
 from gateway.clock import Clock
 from gateway.recording import journal
-from gateway.recording.store import new_id
+from gateway.recording.store import new_id, title_of
 from gateway.recording.writer import Target, Writer
 from shared.protocol import Command, Event, RequestType
 
@@ -57,8 +57,7 @@ class JournalRecorder:
             log.warning("not recorded, the disk has no room or cannot be written to")
             return None
         began_at = datetime.fromtimestamp(self._clock.wall(), tz=UTC)
-        local = began_at.astimezone()
-        recording_id = new_id(local, session_id)
+        recording_id = new_id(began_at.astimezone(), session_id)
         meta = {
             "session_id": recording_id,
             "client_session_id": session_id,
@@ -67,7 +66,7 @@ class JournalRecorder:
             "ended_at": None,
             "duration_s": None,
             "worker_id": worker_id,
-            "title": f"{local:%Y-%m-%d %H:%M}",
+            "title": title_of(began_at),
             "config": dict(config),
         }
         loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from gateway.recording import journal
 from gateway.recording.journal import LogDamaged
-from gateway.recording.store import META, read_json, summary_of
+from gateway.recording.store import summary_of, title_of
 from shared.protocol import Ask, Input, Prepare, PrepareTurns, RequestType
 
 
@@ -18,8 +18,8 @@ def is_whole(folder: Path, meta: dict[str, Any]) -> bool:
     return meta.get("app_type") in get_args(RequestType) and summary_of(folder) is not None
 
 
-def restored(folder: Path) -> dict[str, Any]:
-    """Return `meta.json` with the fields that the log and its file tell in place of lost ones.
+def restored(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the folder's `meta` with what the log and its file tell in place of what is lost.
 
     Raises:
         OSError: the log cannot be read.
@@ -41,9 +41,9 @@ def restored(folder: Path) -> dict[str, Any]:
                     kind = "chat"
     began_at = datetime.fromtimestamp(log_file.stat().st_mtime - length_s, tz=UTC)
     return {
-        **read_json(folder / META),
+        **meta,
         **({"app_type": kind} if kind else {}),
         "session_id": folder.name,
         "created_at": began_at.isoformat(),
-        "title": f"{began_at.astimezone():%Y-%m-%d %H:%M}",
+        "title": title_of(began_at),
     }

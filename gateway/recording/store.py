@@ -226,6 +226,11 @@ def new_id(began_at: datetime, session_id: str) -> str:
     return f"{began_at:%Y%m%d_%H%M%S}_{said}_{secrets.token_urlsafe(TOKEN_BYTES)}"
 
 
+def title_of(began_at: datetime) -> str:
+    """Return the title of a new recording: the gateway's local time, in no language."""
+    return f"{began_at.astimezone():%Y-%m-%d %H:%M}"
+
+
 def files_of(folder: Path) -> Iterator[Path]:
     """Yield the files of a recording that are for its readers."""
     for parent, folders, names in os.walk(folder):

@@ -120,8 +120,7 @@ class SpokenTurns(_Turns):
                 self._done(self._open, record.message, record.at)
             case Failure(seq=None) if self._open is not None:
                 self._open.entry["error"] = record.message.slug
-                self._open.close(self._assets, record.at, None)
-                self._open = None
+                self._close()
 
     def fail(self, slug: str) -> None:
         self._break_off()
@@ -134,10 +133,9 @@ class SpokenTurns(_Turns):
 
     def _break_off(self) -> None:
         """The log ends in the middle of what the user said: that is kept, without an answer."""
-        since, self._speaks_since = self._speaks_since, None
-        if since is not None:
+        if self._speaks_since is not None:
             self._close()
-            self._begin(1000.0 * (self._last_at - since), self._last_at)
+            self._begin(1000.0 * (self._last_at - self._speaks_since), self._last_at)
 
     def _hear(self, audio: bytes) -> None:
         self._heard.append(audio)
